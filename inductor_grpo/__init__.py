@@ -1,0 +1,35 @@
+"""A ``torch.compile`` backend that runs language-model losses without ever holding the logits.
+
+``torch.compile(fn, backend="inductor_grpo")`` works without importing this package.
+"""
+
+from __future__ import annotations
+
+import os as _os
+
+# A checkout keeps ``patterns`` and ``tools`` beside this folder, an installed package inside it.
+_folder = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_folder, "patterns")):
+    __path__.append(_os.path.dirname(_folder))
+
+from inductor_grpo import config  # noqa: E402
+from inductor_grpo.backend import disable, enable, enabled, last_report  # noqa: E402
+from inductor_grpo.explain import explain  # noqa: E402
+from inductor_grpo.report import CODES, Location, Rejection, Report, RequireError, Rewrite  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CODES",
+    "Location",
+    "Rejection",
+    "Report",
+    "RequireError",
+    "Rewrite",
+    "config",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "last_report",
+]

@@ -1,0 +1,57 @@
+"""Graph-level services of torch that have no public name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._dynamo.utils import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+
+def size_hint(size: torch.SymInt, fallback: int) -> int:
+    """The value of a symbolic size seen while compiling, without a guard; ``fallback`` when only the data decides it."""
+    node = size.node
+    return int(node.hint) if node.has_hint() else fallback
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the graph's values belong to."""
+    values = [n.meta["val"] for n in graph.nodes if n.op in ("placeholder", "get_attr", "call_function") and "val" in n.meta]
+    mode = detect_fake_mode(values)
+    return mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def build_size(graph: fx.Graph, expr: sympy.Expr, known: dict[sympy.Expr, fx.Node], before: fx.Node) -> fx.Node:
+    """Nodes that compute a symbolic size from the nodes of its symbols; returns the last."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: fx.Proxy(known[symbol], tracer) for symbol in expr.free_symbols}
+    with graph.inserting_before(before):
+        return sympy_interp(PythonReferenceAnalysis, proxies, expr).node
+
+
+def remove_noops(graph: fx.Graph) -> None:
+    """Drops alias, no-op clone, slice and view nodes, in place."""
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(graph)
+
+
+def common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """A new graph in which equal calls are made once (random ones are kept apart)."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(graph)
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Orders the nodes so that each comes after its inputs; raises when the graph has a cycle."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+

@@ -1,0 +1,287 @@
+"""The body of a chunk program as something to call: compiled once with a symbolic row count, or run in eager mode.
+
+A *chunk step* is ``body`` plus what is done with its values that needs no matmul: row sinks are written to their slice of the
+output, total sinks are added to their sum, and a value that a matmul will read is written over the logits it came from when
+dtype and width allow, so that no second ``[n, V]`` tensor exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import operator
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_grpo._compat import codegen
+from inductor_grpo.program import Program
+
+log = logging.getLogger("inductor_grpo")
+
+MATMUL_KINDS = ("contract", "outer", "outer_t")
+# Compiled variants of one body: beyond this the sizes it sees defeat compilation, and eager is the better answer.
+MAX_VARIANTS = 8
+# The row count a body is tuned for: fixed, so that its code (and the key of its cache entry) does not depend on the first call.
+HINT_ROWS = 1024
+
+
+@functools.lru_cache(maxsize=1024)
+def load(source: str) -> Callable[..., Any]:
+    """The function ``body`` of a program's source text."""
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "device": torch.device,
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "operator": operator,
+    }
+    exec(compile(source, "<inductor_grpo body>", "exec"), namespace)
+    return namespace["body"]  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Which arguments a body reads, as positions; known from its text so that unused ones are never passed."""
+
+    rows: tuple[int, ...]
+    whole: tuple[int, ...]
+    syms: tuple[int, ...]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(source: str, rows: int, whole: int, syms: int) -> Uses:
+        """Reads ``name[3]`` out of the text; a name used in any other way counts as a use of all of them."""
+        text = source.split("\n", 1)[1] if "\n" in source else source
+
+        def find(name: str, count: int) -> tuple[int, ...]:
+            indexed = {int(i) for i in re.findall(rf"\b{name}\[(\d+)\]", text)}
+            bare = re.search(rf"(?<!\.)\b{name}\b(?!\[\d+\])", text)
+            return tuple(range(count)) if bare else tuple(sorted(indexed))
+
+        return Uses(find("rows", rows), find("whole", whole), find("syms", syms))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a chunk step does with the body's values; positions refer to ``Program.sinks``."""
+
+    targets: tuple[int, ...]  # row sinks and those total sinks whose value no matmul reads, in order
+    operands: tuple[int, ...]  # body values read by matmul sinks
+    in_place: tuple[tuple[int, int], ...]  # (body value, projection whose buffer takes it)
+
+
+class _Placed:
+    """Sparse stand-in for an argument list: position -> value."""
+
+    def __init__(self, positions: Sequence[int], values: Sequence[Any]):
+        self._values = dict(zip(positions, values, strict=True))
+
+    def __getitem__(self, position: int) -> Any:
+        return self._values[position]
+
+    def __iter__(self) -> Any:
+        return iter(self._values[i] for i in range(len(self._values)))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _dense(value: Tensor, n: Any, columns: Any) -> Tensor:
+    """``value`` broadcast to ``[n, columns]``."""
+    return torch.ops.aten.expand.default(value, [n, columns])
+
+
+def step(
+    program: Program,
+    plan: Plan,
+    n: Any,
+    logits: Sequence[Tensor],
+    rows: Any,
+    whole: Any,
+    syms: Any,
+    targets: Sequence[Tensor],
+    widths: dict[int, Any],
+    write_back: bool,
+) -> list[Tensor | None]:
+    """Runs the body on one chunk and stores what needs no matmul.
+
+    ``targets``: for a row sink its ``[n, c]`` slice, for a total sink its ``[1, c]`` running sum.  ``widths``: columns of each operand.
+    Returns for each of ``plan.operands`` the dense ``[n, c]`` tensor, or None where it was written over a logits buffer.
+    """
+    values = load(program.body)(n, logits, rows, whole, syms)
+    # All reads come before all writes: a write may change the logits.
+    stores: list[tuple[Tensor, Tensor]] = []
+    for position, target in zip(plan.targets, targets, strict=True):
+        value = values[program.sinks[position].value]
+        if program.sinks[position].kind == "total":
+            value = _dense(value, n, target.shape[1]).sum(0, keepdim=True, dtype=target.dtype)
+            value = torch.ops.aten.add.Tensor(target, value)
+        stores.append((target, value))
+    placed = dict(plan.in_place) if write_back else {}
+    results: list[Tensor | None] = []
+    for operand in plan.operands:
+        value = values[operand]
+        if operand in placed:
+            stores.append((logits[placed[operand]], value))
+            results.append(None)
+        else:
+            results.append(_dense(value, n, widths[operand]))
+    del values
+    for target, value in stores:
+        if value is not target:
+            torch.ops.aten.copy_.default(target, value)
+    return results
+
+
+class Body:
+    """The chunk step of one program for one set of dtypes and widths."""
+
+    def __init__(self, program: Program, plan: Plan, uses: Uses, specs: Sequence[codegen.TensorSpec], compiled: bool):
+        self.program = program
+        self.plan = plan
+        self.uses = uses
+        self.specs = tuple(specs)
+        self._eager = not compiled
+        self._failed = False
+        self._lock = threading.Lock()
+        self._variants: list[codegen.Compiled] = []
+        self._chosen: dict[tuple[int, ...], codegen.Compiled | None] = {}
+
+    def run(
+        self,
+        n: int,
+        logits: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        syms: Sequence[int],
+        targets: Sequence[Tensor],
+        widths: dict[int, int],
+    ) -> list[Tensor]:
+        """Runs one chunk of ``n`` rows; see :func:`step`.  ``rows`` and ``whole`` hold only what the body uses."""
+        compiled = None if self._eager else self._variant(n, syms, widths)
+        if compiled is None:
+            results = step(
+                self.program,
+                self.plan,
+                n,
+                logits,
+                _Placed(self.uses.rows, rows),
+                _Placed(self.uses.whole, whole),
+                _Placed(self.uses.syms, syms),
+                targets,
+                widths,
+                write_back=False,
+            )
+        else:
+            results = list(compiled([n, *syms, *logits, *rows, *whole, *targets]))
+        placed = dict(self.plan.in_place)
+        return [
+            logits[placed[operand]] if result is None else result
+            for operand, result in zip(self.plan.operands, results, strict=True)
+        ]
+
+    @property
+    def uncompiled(self) -> bool:
+        """Whether compilation was tried and given up."""
+        return self._failed
+
+    def sources(self) -> list[str]:
+        """Generated code of each compiled variant."""
+        return [codegen.source_of(v) for v in self._variants]
+
+    def _variant(self, n: int, syms: Sequence[int], widths: dict[int, int]) -> codegen.Compiled | None:
+        values = (n, *syms)
+        if values in self._chosen:
+            return self._chosen[values]
+        if codegen.capturing():
+            return None  # code cannot be loaded or tuned during capture; nothing is remembered, the next call compiles
+        with codegen.compile_lock(), self._lock:
+            if values in self._chosen:
+                return self._chosen[values]
+            # One row runs the code of two: the body is row-local, so what the tracer derives from n >= 2 (which stride of a
+            # size-1 dimension counts) does not touch values.
+            tested = (max(n, 2), *syms)
+            found = next((v for v in self._variants if v.holds(tested)), None)
+            if found is None and not self._eager:
+                found = self._compile(tested, widths)
+            if len(self._chosen) > 4096:
+                self._chosen.clear()
+            self._chosen[values] = found
+            return found
+
+    def _compile(self, values: tuple[int, ...], widths: dict[int, int]) -> codegen.Compiled | None:
+        """A new variant whose guards hold for ``values`` (row count first); None after giving up."""
+        n, *syms = values
+        if len(self._variants) >= MAX_VARIANTS:
+            self._give_up(f"{MAX_VARIANTS} variants of one body were compiled and none fits {n} rows")
+            return None
+        names = ["n", *(f"s{i}" for i in self.uses.syms)]
+        for rows in dict.fromkeys((HINT_ROWS, n)):  # the real row count only where a guard tells it from the usual one
+            try:
+                compiled = codegen.compile_body(
+                    functools.partial(self._flat, dict(widths)), list(zip(names, (rows, *syms), strict=True)), self.specs
+                )
+            except Exception as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+                return None
+            self._variants.append(compiled)
+            if compiled.holds(values):
+                return compiled
+        self._give_up(f"the compiled body excludes the size {n} it was compiled for")
+        return None
+
+    def _flat(self, widths: dict[int, int], n: Any, *args: Any) -> list[Tensor]:
+        """The step over one flat argument list, as it is traced."""
+        counts = (len(self.uses.syms), len(self.program.projections), len(self.uses.rows), len(self.uses.whole))
+        parts: list[Sequence[Any]] = []
+        start = 0
+        for count in counts:
+            parts.append(args[start : start + count])
+            start += count
+        syms, logits, rows, whole = parts
+        return step(  # type: ignore[return-value]
+            self.program,
+            self.plan,
+            n,
+            logits,
+            _Placed(self.uses.rows, rows),
+            _Placed(self.uses.whole, whole),
+            _Placed(self.uses.syms, syms),
+            args[start:],
+            widths,
+            write_back=True,
+        )
+
+    def _give_up(self, reason: str) -> None:
+        self._eager = self._failed = True
+        log.warning("a chunk body runs uncompiled, which is slower and takes more memory: %s", reason[:2000])
+
+
+_bodies: dict[Any, Body] = {}
+_bodies_lock = threading.Lock()
+
+
+def get(key: Any, make: Callable[[], Body]) -> Body:
+    """The body for ``key``, made on first use."""
+    body = _bodies.get(key)
+    if body is None:
+        with _bodies_lock:
+            body = _bodies.setdefault(key, make())
+    return body
+
+
+def cached() -> list[Body]:
+    """Every body of this process."""
+    return list(_bodies.values())
+
+
+def clear() -> None:
+    """Forgets every body (tests)."""
+    with _bodies_lock:
+        _bodies.clear()

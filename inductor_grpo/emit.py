@@ -1,0 +1,202 @@
+"""Writing region nodes into chunk programs, in canonical two-dimensional form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .draft import Draft
+from .graph import (
+    GraphBuilder,
+    Size,
+    aten,
+    inputs_through_tuples,
+    is_one,
+    is_tensor,
+    numel,
+    prims,
+    same_sizes,
+    shape,
+    target_of,
+    value,
+)
+from .heads import Head
+from .layout import Layouts, aligned_rows
+from .program import Projection
+from .report import Location, Rejection
+from .rowmap import RowMap, Step
+
+
+class Region:
+    """What the emitters of all programs share: the graph, its layouts, depths and heads, and the programs so far."""
+
+    def __init__(self, builder: GraphBuilder, layouts: Layouts, depths: dict[fx.Node, int], heads: dict[fx.Node, Head]):
+        self.builder = builder
+        self.layouts = layouts
+        self.depths = depths
+        self.heads = heads
+        self.drafts: dict[tuple[int, int], Draft] = {}
+        self._from_logits: dict[fx.Node, bool] = {}
+
+    def emitter(self, node: fx.Node, depth: int | None = None) -> Emitter:
+        """The emitter for the row space of a node, at its depth or a later one."""
+        key = (self.layouts[node].space, self.depths[node] if depth is None else depth)
+        if key not in self.drafts:
+            self.drafts[key] = Draft(self.layouts.rows(node), key[1], node)
+        return Emitter(self, self.drafts[key])
+
+    def comes_from_logits(self, node: fx.Node) -> bool:
+        """A row value that is computed from vocabulary-sized values of its own depth; others come from outside, ready made."""
+        if node not in self._from_logits:
+            self._from_logits[node] = False
+            sources = [a for a in inputs_through_tuples(node) if a in self.layouts and self.depths[a] == self.depths[node]]
+            self._from_logits[node] = any(self.layouts.is_wide(a) or self.comes_from_logits(a) for a in sources)
+        return self._from_logits[node]
+
+    def refuse(self, node: fx.Node, code: str, message: str) -> Rejection:
+        """A rejection that names the user's line of a node."""
+        return Rejection(code, message, Location.of(node))
+
+
+class Emitter:
+    """Writes values into one draft.  Rules call its methods; ``rowmap`` leads from the draft's rows to those of a node."""
+
+    def __init__(self, region: Region, draft: Draft) -> None:
+        self.region = region
+        self.draft = draft
+        self.layouts = region.layouts
+        self.builder = region.builder
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of the body."""
+        return self.draft.call(target, *args, **kwargs)
+
+    def value(self, node: fx.Node, rowmap: RowMap) -> fx.Node:
+        """The body's value of a region node; raises Rejection where no rule can write it."""
+        from .rules import rule_of
+
+        key = (node, rowmap)
+        if key in self.draft.values:
+            return self.draft.values[key]
+        if node in self.layouts.conflicts:
+            code, reason = self.layouts.conflicts[node]
+            raise self.region.refuse(node, code, reason)
+        rule = rule_of(node)
+        if rule is None:
+            raise self.unknown(node)
+        self.draft.values[key] = result = rule.emit(self, node, rowmap)
+        return result
+
+    def unknown(self, node: fx.Node) -> Rejection:
+        """The refusal of an operation without a row rule."""
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            return self.region.refuse(node, "RANDOM", f"{node.target} draws random numbers for the logits; draw them per token")
+        message = f"{node.target} reads the logits and is not known to treat each row apart; apply it to per-token values"
+        return self.region.refuse(node, "NO_ROW_RULE", message)
+
+    def dense(self, node: fx.Node, rowmap: RowMap) -> fx.Node:
+        """``[n, C]`` of a region node."""
+        return self.draft.dense(self.value(node, rowmap), self.builder.dim(self.layouts.columns(node)))
+
+    def dense_operand(self, node: fx.Node, vocab: int, rowmap: RowMap) -> fx.Node:
+        """``[n, K]`` of an operand that has a dimension of its own along ``vocab`` (an index, a source)."""
+        sizes = shape(node)
+        return self.draft.dense(self.operand(node, sizes, vocab, rowmap), self.builder.dim(sizes[vocab]))
+
+    def head(self, head: Head, rowmap: RowMap) -> fx.Node:
+        """``[n, V]`` logits."""
+        hidden = self.draft.row_index(head.hidden_rows(self.builder), rowmap)
+        weight = self.draft.whole_index(head.weight_columns(self.builder))
+        bias = None if head.bias is None else self.draft.whole_index(head.bias)
+        return self.draft.project(Projection(hidden, weight, bias))
+
+    def operand(self, x: Any, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> Any:
+        """An argument of a node of shape ``sizes`` with vocabulary dimension ``vocab``, in canonical form."""
+        if not isinstance(x, fx.Node):
+            return [self.operand(i, sizes, vocab, rowmap) for i in x] if isinstance(x, (list, tuple)) else x
+        if not is_tensor(x):
+            return self._scalar(x)
+        layout = self.layouts.get(x)
+        if layout is not None:
+            shift = len(sizes) - len(shape(x))
+            fits = layout.vocab is None or vocab is None or layout.vocab + shift == vocab
+            rows_fit = same_sizes(aligned_rows(shape(x), len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab))
+            inline = self.layouts.is_wide(x) or (self.region.depths[x] == self.draft.depth and self.region.comes_from_logits(x))
+            if fits and rows_fit and inline:
+                return self.value(x, rowmap)
+            if self.layouts.is_wide(x):
+                raise self.region.refuse(x, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
+        if layout is None and target_of(x) is aten.full.default and shape(x):
+            return self._constant(x, x.args[1])
+        if layout is None and target_of(x) is aten.expand.default:
+            source: fx.Node = x.args[0]  # type: ignore[assignment]
+            if shape(source):
+                return self.operand(source, sizes, vocab, rowmap)
+            return self.call(aten.reshape.default, self.draft.whole(source), [1, 1])  # stays dimensioned, as the user's was
+        return self._outer(x, sizes, vocab, rowmap)
+
+    def _constant(self, x: fx.Node, fill: Any) -> fx.Node:
+        if isinstance(fill, fx.Node):
+            fill = self._scalar(fill)
+        return self.call(aten.full.default, [1, 1], fill, dtype=value(x).dtype, device=value(x).device)
+
+    def _scalar(self, x: fx.Node) -> fx.Node:
+        if isinstance(value(x), torch.SymInt):
+            return self.draft.size(x)  # type: ignore[return-value]
+        if isinstance(value(x), torch.SymFloat):
+            # A float that varies becomes a 0-dim tensor; float64 and 0-dim promote as a Python float does.
+            device = next(iter(self.region.heads)).meta["val"].device
+            tensor = self.builder.call(aten.scalar_tensor.default, x, dtype=torch.float64, device=device)
+            return self.draft.whole(tensor)
+        raise self.region.refuse(x, "NO_ROW_RULE", f"an argument of type {type(value(x)).__name__} cannot be streamed")
+
+    def _outer(self, x: fx.Node, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> fx.Node:
+        """A tensor from outside of the region, aligned to ``sizes`` from the right."""
+        b, own = self.builder, shape(x)
+        if not own:
+            return self.draft.whole(x)
+        padded: list[Size] = [1] * (len(sizes) - len(own)) + own
+        columns: Size = 1 if vocab is None else padded[vocab]
+        rows, all_rows = aligned_rows(own, len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab)
+        order = list(range(len(sizes))) if vocab is None else [i for i in range(len(sizes)) if i != vocab] + [vocab]
+        flat = b.permute(b.view(x, padded), order)
+        if all(is_one(r) for r in rows):
+            return self.draft.whole(b.view(flat, [1, columns]))
+        if same_sizes(rows, all_rows) and (is_one(columns) or not rowmap.steps):
+            return self.draft.row(b.view(flat, [numel(rows), columns]), rowmap)
+        if is_one(columns):
+            flat = b.call(aten.expand.default, flat, b.dims([*all_rows, *([1] if vocab is not None else [])]))
+            return self.draft.row(b.view(flat, [numel(all_rows), 1]), rowmap)
+        # Vocabulary-sized and shared by rows (a mask per sequence), or shifted: pick its rows inside the chunk, so that no
+        # [rows, vocabulary] copy of it is made.
+        iota = b.view(b.iota(numel(rows), value(x).device), rows)
+        index = b.view(b.call(aten.expand.default, iota, b.dims(all_rows)), [numel(all_rows), 1])
+        picked = self.call(aten.select.int, self.draft.row(index, rowmap), 1, 0)
+        return self.call(aten.index.Tensor, self.draft.whole(b.view(flat, [numel(rows), columns])), [picked])
+
+    def from_parent(self, parent: fx.Node, step: Step, rowmap: RowMap) -> fx.Node:
+        """A value of ``parent`` whose rows ``step`` selects."""
+        return self.value(parent, rowmap.then(step))
+
+    def where_present(self, step: Step, rowmap: RowMap, chosen: fx.Node, base: fx.Node) -> fx.Node:
+        """``chosen`` on the rows that an inverse step reaches, ``base`` elsewhere."""
+        device = self._device()
+        present = step.present(self.builder, device)
+        positions = rowmap.positions(self.builder, device)
+        if positions is not None:
+            present = self.builder.take_rows(present, positions)
+        flags = self.builder.view(present, [numel(shape(present)), 1])
+        return self.call(aten.where.self, self.draft.row(flags, RowMap()), chosen, base)
+
+    def column_numbers(self, columns: Size) -> fx.Node:
+        """``[1, C]`` int64: 0, 1, 2, ..."""
+        size = self.draft.size(self.builder.dim(columns))
+        iota = self.call(
+            prims.iota.default, size, start=0, step=1, dtype=torch.int64, device=self._device(), requires_grad=False
+        )
+        return self.call(aten.reshape.default, iota, [1, size])
+
+    def _device(self) -> torch.device:
+        return value(next(iter(self.region.heads))).device

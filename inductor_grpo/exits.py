@@ -1,0 +1,229 @@
+"""Exits: the nodes that read the region and are not vocabulary-sized themselves.
+
+A row value is written by its own rule.  A contraction over the vocabulary or over the rows (the gradients of hidden, weight
+and bias) is linear in its vocabulary-sized operand, so that operand is first taken apart into terms, each with its own rows:
+the gradient of ``logits[:, :-1]`` costs a matmul over those rows only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .draft import Draft, Output, RowInput
+from .emit import Emitter, Region
+from .graph import GraphBuilder, Size, arg, aten, is_one, is_tensor, numel, prims, same_sizes, shape, target_of, value
+from .program import SinkKind
+from .rowmap import RowMap, Step
+from .rules.indexing import index_list
+from .rules.reductions import WHOLE, Reduction, reduced_dims
+from .rules.selection import SelectionScatter, cat_dim, cat_steps, row_step_of_scatter
+from .rules.views import Identity, Permute, View
+from .rules import RULES
+
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+
+
+@dataclasses.dataclass
+class Contribution:
+    """One output of a draft that an exit is made of; ``path`` leads from the draft's rows to the exit's."""
+
+    draft: Draft
+    place: int
+    path: RowMap = RowMap()
+    adds: bool = False
+    """Rows may coincide, so they are added where they land."""
+
+
+@dataclasses.dataclass
+class Exit:
+    """A node of the outer graph that the programs compute.
+
+    ``kind`` is that of its outputs, ``rows`` the row sizes of the region there; ``finish`` takes the two-dimensional result to
+    the shape of the node.
+    """
+
+    node: fx.Node
+    kind: SinkKind
+    rows: list[Size]
+    contributions: list[Contribution]
+    finish: Callable[[GraphBuilder, fx.Node], fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """``node`` in its own rows, which ``path`` leads to the rows of the sum; converted by ``casts`` after summation."""
+
+    node: fx.Node
+    path: tuple[Step, ...] = ()
+    casts: tuple[torch.dtype, ...] = ()
+    adds: bool = False
+
+
+def make_exit(region: Region, node: fx.Node) -> Exit | None:
+    """Writes the programs' part of an exit; None when no rule says how ``node`` reads the region."""
+    layouts = region.layouts
+    if node in layouts:
+        e = region.emitter(node)
+        columns = e.builder.dim(layouts.columns(node))
+        place = e.draft.keep(Output("row", e.value(node, RowMap()), columns, value(node).dtype))
+        return Exit(node, "row", layouts.rows(node), [Contribution(e.draft, place)], _row_shape(node, layouts[node].vocab))
+    if target_of(node) in (aten.mm.default, aten.bmm.default):
+        return _contraction(region, node)
+    if target_of(node) in WHOLE or target_of(node) in RULES and isinstance(RULES[node.target], Reduction):
+        return _reduction(region, node)
+    return None
+
+
+def _row_shape(node: fx.Node, vocab: int | None) -> Callable[[GraphBuilder, fx.Node], fx.Node]:
+    sizes = shape(node)
+
+    def finish(b: GraphBuilder, result: fx.Node) -> fx.Node:
+        if vocab is None:
+            return b.view(result, sizes)
+        rows = [size for d, size in enumerate(sizes) if d != vocab]
+        return b.permute(b.view(result, [*rows, sizes[vocab]]), [*range(vocab), len(rows), *range(vocab, len(rows))])
+
+    return finish
+
+
+def _reduction(region: Region, node: fx.Node) -> Exit | None:
+    x: fx.Node = node.args[0]  # type: ignore[assignment]
+    layout = region.layouts[x]
+    dims = reduced_dims(node)
+    rows = [d for d, size in enumerate(shape(x)) if d != layout.vocab and not is_one(size)]
+    if layout.vocab not in dims:
+        if node.target is not aten.sum.dim_IntList or any(d not in dims for d in rows):
+            return None
+        dtype = node.kwargs.get("dtype") or value(x).dtype
+        return _sum(region, node, x, "total", None, [Term(t.node, t.path, (*t.casts, dtype), t.adds) for t in terms(region, x)])  # type: ignore[arg-type]
+    by_vocabulary = {
+        aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim, aten.max.default: aten.amax.default,
+        aten.min.default: aten.amin.default,
+    }.get(node.target, node.target)  # fmt: skip
+    if by_vocabulary not in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
+        return None
+    e = region.emitter(x)
+    partial = Reduction.write(e, node, e.dense(x, RowMap()), by_vocabulary)
+    place = e.draft.keep(Output("row", partial, 1, value(node).dtype))
+    keeps = len(shape(node)) == len(shape(x)) and node.target not in WHOLE
+    one_column = [1 if d == layout.vocab else size for d, size in enumerate(shape(x))]
+
+    def finish(b: GraphBuilder, result: fx.Node) -> fx.Node:
+        return b.call(by_vocabulary, b.view(result, one_column), dims, keeps)
+
+    return Exit(node, "row", region.layouts.rows(x), [Contribution(e.draft, place)], finish)
+
+
+def _contraction(region: Region, node: fx.Node) -> Exit | None:
+    a, b = node.args
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    layouts, builder = region.layouts, region.builder
+    batched = len(shape(node)) == 3
+    if batched and not is_one(shape(node)[0]):
+        return None
+
+    def matrix(x: fx.Node) -> fx.Node:
+        return builder.call(aten.select.int, x, 0, 0) if batched else x
+
+    left, right = layouts.is_wide(a), layouts.is_wide(b)
+    if left and right:
+        return None
+    wide = a if left else b
+    vocab = layouts[wide].vocab
+    contracts_vocabulary = vocab == len(shape(wide)) - (1 if left else 2)
+    if contracts_vocabulary:  # d @ W, or W.T @ d.T
+        weight = matrix(b) if left else builder.permute(matrix(a), [1, 0])
+        return _sum(region, node, wide, "contract", weight, terms(region, wide), transposed=not left)
+    hidden = matrix(b) if left else builder.permute(matrix(a), [1, 0])
+    return _sum(region, node, wide, "outer" if left else "outer_t", hidden, terms(region, wide))
+
+
+def _sum(
+    region: Region, node: fx.Node, x: fx.Node, kind: SinkKind, operand: fx.Node | None, parts: list[Term], transposed: bool = False
+) -> Exit:
+    rows, contributions = region.layouts.rows(x), []
+    for term in parts:
+        e = region.emitter(term.node, region.depths[x])
+        path = RowMap(term.path)
+        term_operand: Any = RowInput(operand, path) if kind in ("outer", "outer_t") else operand  # type: ignore[arg-type]
+        columns = e.builder.dim(region.layouts.columns(term.node))
+        out = Output(kind, e.value(term.node, RowMap()), columns, value(node).dtype, term_operand, term.casts)
+        contributions.append(Contribution(e.draft, e.draft.keep(out), path, term.adds))
+
+    def finish(b: GraphBuilder, result: fx.Node) -> fx.Node:
+        return b.view(b.permute(result, [1, 0]) if transposed else result, shape(node))
+
+    return Exit(node, kind, rows, contributions, finish)
+
+
+def terms(region: Region, x: fx.Node) -> list[Term]:
+    """A sum of scattered parts, taken apart; one term, ``x`` itself, where it is not such a sum."""
+    layouts = region.layouts
+    if x in layouts.conflicts or not layouts.is_wide(x):
+        return [Term(x)]
+    inner = x.args[0] if x.args else None
+    rule = RULES.get(x.target)
+    if isinstance(rule, (Identity, View)) or (isinstance(rule, Permute) and layouts.get(inner) == _same_space(region, x, inner)):
+        return terms(region, inner) if layouts.is_wide(inner) else [Term(x)]  # type: ignore[arg-type]
+    if x.target in _CASTS and layouts.is_wide(inner):
+        found = terms(region, inner)  # type: ignore[arg-type]
+        return [dataclasses.replace(t, casts=(*t.casts, value(x).dtype)) for t in found]
+    if isinstance(rule, SelectionScatter) and _is_zero(inner) and _along_rows(region, x):
+        return _inside(region, x.args[1], row_step_of_scatter(_emitter(region, x), x))  # type: ignore[arg-type]
+    if x.target is aten.cat.default and cat_dim(x) != layouts[x].vocab:
+        steps = cat_steps(_emitter(region, x), x)
+        return [t for part, step in zip(x.args[0], steps) if not _is_zero(part) for t in _inside(region, part, step)]  # type: ignore[arg-type]
+    if x.target is aten.index_put.default and _is_zero(inner) and scatters_rows(x, layouts[x].vocab):
+        return _inside(region, x.args[2], rows_step(region, x), adds=bool(arg(x, 3, "accumulate", False)))  # type: ignore[arg-type]
+    if x.target is aten.add.Tensor and not x.kwargs and all(layouts.is_wide(a) and same_sizes(shape(a), shape(x)) for a in x.args):
+        found = [t for a in x.args for t in terms(region, a)]  # type: ignore[arg-type]
+        if any(t.path for t in found):
+            return found
+    return [Term(x)]
+
+
+def _emitter(region: Region, x: fx.Node) -> Emitter:
+    return region.emitter(x)
+
+
+def _same_space(region: Region, x: fx.Node, inner: Any) -> Any:
+    layout = region.layouts.get(inner)
+    return layout if layout is not None and layout.space == region.layouts[x].space else object()
+
+
+def _inside(region: Region, part: fx.Node, step: Step, adds: bool = False) -> list[Term]:
+    if not region.layouts.is_wide(part):
+        raise region.refuse(part, "LAYOUT", "a part of the gradient of the logits has no rows of its own")
+    found = terms(region, part)
+    return [dataclasses.replace(t, path=(*t.path, step), adds=t.adds or adds) for t in found]
+
+
+def _along_rows(region: Region, x: fx.Node) -> bool:
+    return arg(x, 2, "dim", 0) % len(shape(x)) != region.layouts[x].vocab
+
+
+def _is_zero(x: Any) -> bool:
+    return target_of(x) is aten.full.default and x.args[1] == 0
+
+
+def scatters_rows(x: fx.Node, vocab: int | None) -> bool:
+    """An index_put of whole rows: the gradient of a selection of rows by index."""
+    used = [d for d, index in enumerate(index_list(x)) if index is not None]
+    consecutive = used == list(range(used[0], used[-1] + 1)) if used else False
+    return consecutive and vocab not in used and is_tensor(x.args[2]) and numel(shape(x.args[2])) is not None
+
+
+def rows_step(region: Region, x: fx.Node) -> Step:
+    """The rows that an index_put writes."""
+    vocab = region.layouts[x].vocab
+    rows = [index for d, index in enumerate(index_list(x)) if d != vocab]
+    while rows and rows[-1] is None:
+        rows.pop()
+    parent = tuple(region.layouts.rows(x))
+    key = (*map(str, parent), "index", *(i.name if i is not None else None for i in rows))
+    return Step(key, parent, lambda b, positions: b.call(aten.index.Tensor, positions, rows))

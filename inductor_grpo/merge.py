@@ -1,0 +1,250 @@
+"""Making few programs of many.
+
+A loop over rows or chunks that the user wrote gives one program a piece, all with the same text: they become one program over
+all of the rows.  Programs that project the same hidden rows become one, so that their logits are computed once.  Terms of one
+gradient that end up in one program are added before the matmul.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.fx as fx
+
+from .draft import Draft, RowInput
+from .exits import Contribution, Exit
+from .graph import GraphBuilder, Size, arg, aten, hint, numel, prims, same, same_sizes, shape, target_of
+from .rowmap import RowMap, Step, partition
+from .rules.selection import select_step, slice_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where a piece lies in the program that took it: along dimension ``dim`` of rows ``rows`` (of all rows, when None)."""
+
+    rows: tuple[Size, ...]
+    dim: int
+    start: Size
+    length: Size
+    path: RowMap | None = None
+    """The selection of the piece, when its program runs over the rows that it selects from."""
+
+
+def merge(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -> tuple[list[Draft], dict[int, Piece]]:
+    """The remaining programs, and for each contribution (by id) that is a piece of a larger output, its place there."""
+    pieces: dict[int, Piece] = {}
+    drafts = _join_loops(builder, drafts, exits, pieces)
+    drafts = _share_projections(drafts, exits)
+    seen: set[tuple[int, int]] = set()
+    for exit in exits:
+        _whole_again(exit, pieces, seen)
+        _add_terms(exit)
+    return drafts, pieces
+
+
+def _join_loops(
+    builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], pieces: dict[int, Piece]
+) -> list[Draft]:
+    groups: dict[object, list[Draft]] = {}
+    for draft in drafts:
+        program = draft.program("float32").to_text()
+        key = (draft.depth, program, tuple(draft.whole_inputs), tuple(draft.sizes), tuple(o.kind for o in draft.outputs))
+        groups.setdefault(key, []).append(draft)
+    result = []
+    for group in groups.values():
+        if len(group) > 1 and _sums_meet(group, exits):
+            result.append(_join(builder, group, exits, pieces))
+        else:
+            result += group
+    return result
+
+
+def _sums_meet(group: list[Draft], exits: list[Exit]) -> bool:
+    """What the pieces sum over their rows (weight gradients) is only ever added up, so that one sum can stand for all."""
+    for place, out in enumerate(group[0].outputs):
+        if out.kind not in ("outer", "outer_t", "total"):
+            continue
+        nodes = {exit.node for draft in group for exit in exits for c in exit.contributions if (c.draft, c.place) == (draft, place)}
+        if len({_end_of_sum(node) for node in nodes}) > 1:
+            return False
+    return True
+
+
+_LINEAR = {aten.permute.default, aten.view.default, aten.reshape.default, aten.clone.default, aten.t.default}
+
+
+def _end_of_sum(node: fx.Node) -> tuple[object, ...]:
+    """The last addition that a value flows into by itself, and what happens to it on the way; its own when there is none."""
+    way: list[object] = []
+    end: tuple[object, ...] = (node,)
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if target_of(user) is aten.add.Tensor and not user.kwargs and len(set(user.all_input_nodes)) == 2:
+            if not all(same_sizes(shape(a), shape(user)) for a in user.all_input_nodes):
+                break
+            end = (user, *way)
+        elif target_of(user) in _LINEAR or target_of(user) is prims.convert_element_type.default:
+            way.append((user.target, str(user.args[1:])))
+        else:
+            break
+        node = user
+    return end
+
+
+def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit], pieces: dict[int, Piece]) -> Draft:
+    inputs = [[_peel(builder, r) for r in draft.row_inputs] for draft in group]
+    cut = _cut(inputs)
+    if cut is not None:
+        column, root, dim = cut
+        order = sorted(range(len(group)), key=lambda i: _span(inputs[i][column])[0])
+        group, inputs = [group[i] for i in order], [inputs[i] for i in order]
+        joined = Draft(list(root), group[0].depth, group[0].origin)
+        places = []
+        for own in inputs:
+            span = own[column].map.steps[-1].span
+            assert span is not None
+            places.append(Piece(root, dim, span.start, span.length, own[column].map))
+    else:
+        total: Size = 0
+        places = []
+        for draft in group:
+            places.append(Piece((), 0, total, numel(draft.rows)))
+            total = total + numel(draft.rows)
+        joined = Draft([total], group[0].depth, group[0].origin)
+        places = [dataclasses.replace(p, rows=(total,)) for p in places]
+    rows = [_join_column(builder, list(column), places) for column in zip(*inputs)]
+    new = joined.absorb(group[0], rows)
+    for draft, place in zip(group, places):
+        for contribution in _of(draft, exits):
+            contribution.draft, contribution.place = joined, new[contribution.place]
+            pieces[id(contribution)] = place
+    return joined
+
+
+def _join_column(builder: GraphBuilder, column: list[RowInput], places: list[Piece]) -> RowInput:
+    """One row input of the joined program: the tensor that the pieces cut, or the pieces put together in its order."""
+    root, dim, node = places[0].rows, places[0].dim, column[0].node
+    if all(r.node is node and r.map == p.path for r, p in zip(column, places)):
+        return RowInput(node, RowMap())
+    columns = shape(node)[-1]
+    views = []
+    for row, place in zip(column, places):
+        sizes = [*root[:dim], place.length, *root[dim + 1 :], columns]
+        views.append(builder.view(row.map.rows_of(builder, row.node), sizes))
+    return RowInput(builder.view(builder.cat(views, dim), [numel(root), columns]), RowMap())
+
+
+def _of(draft: Draft, exits: list[Exit]) -> list[Contribution]:
+    return [c for exit in exits for c in exit.contributions if c.draft is draft]
+
+
+def _span(row: RowInput) -> tuple[int, Size]:
+    span = row.map.steps[-1].span
+    assert span is not None
+    return hint(span.start), span.length
+
+
+def _cut(inputs: list[list[RowInput]]) -> tuple[int, tuple[Size, ...], int] | None:
+    """A row input of which the pieces read consecutive spans of one tensor; its place, its rows and the dimension cut."""
+    for place, column in enumerate(zip(*inputs)):
+        node = column[0].node
+        if any(r.node is not node or len(r.map.steps) != 1 or r.map.steps[0].span is None for r in column):
+            continue
+        root = column[0].map.steps[-1].parent
+        dim = partition([r.map for r in column], root)
+        if dim is not None:
+            return place, root, dim
+    return None
+
+
+def _peel(builder: GraphBuilder, row: RowInput) -> RowInput:
+    """``rows(x[:, a:b].view(-1, H))`` as a selection of rows of x, so that pieces of one tensor are seen to be that."""
+    if row.map.steps:
+        return row
+    node, rows = row.node, shape(row.node)[0]
+    source = node.args[0] if target_of(node) in (aten.view.default, aten.reshape.default) else node
+    if target_of(source) not in (aten.slice.Tensor, aten.select.int) or not isinstance(source, fx.Node):
+        return row
+    base: fx.Node = source.args[0]  # type: ignore[assignment]
+    dim, sizes = arg(source, 1, "dim", 0) % len(shape(base)), shape(base)
+    if dim == len(sizes) - 1 or len(sizes) < 2 or not same(shape(source)[-1], shape(node)[-1]) or not same(numel(shape(source)[:-1]), rows):
+        return row
+    parent = tuple(sizes[:-1])
+    step: Step
+    if source.target is aten.select.int:
+        step = select_step(parent, dim, arg(source, 2, "index"))
+    else:
+        stride = arg(source, 4, "step", 1)
+        step = slice_step(parent, dim, arg(source, 2, "start"), arg(source, 3, "end"), stride, shape(source)[dim])
+    return RowInput(builder.view(base, [numel(parent), sizes[-1]]), RowMap((step,)))
+
+
+def _share_projections(drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
+    result: list[Draft] = []
+    for draft in drafts:
+        host = next((d for d in result if _shares(d, draft)), None)
+        if host is None:
+            result.append(draft)
+            continue
+        new = host.absorb(draft)
+        for contribution in _of(draft, exits):
+            contribution.draft, contribution.place = host, new[contribution.place]
+    return result
+
+
+def _shares(a: Draft, b: Draft) -> bool:
+    def heads(draft: Draft) -> set[tuple[RowInput, fx.Node]]:
+        rows, whole = list(draft.row_inputs), list(draft.whole_inputs)
+        return {(rows[p.hidden], whole[p.weight]) for p in draft.projections}
+
+    return a.depth == b.depth and same_sizes([numel(a.rows)], [numel(b.rows)]) and bool(heads(a) & heads(b))
+
+
+def _whole_again(exit: Exit, pieces: dict[int, Piece], seen: set[tuple[int, int]]) -> None:
+    """Contributions that are all the pieces of one output, each in its own place, are that output; and the sum over the rows
+    of a joined program is there once for all exits (the others are zero), not once a piece."""
+    kept: list[Contribution] = []
+    for contribution in exit.contributions:
+        key = (id(contribution.draft), contribution.place)
+        piece = pieces.get(id(contribution))
+        if piece is None:
+            kept.append(contribution)
+        elif exit.kind in ("outer", "outer_t", "total"):
+            if key not in seen:
+                kept.append(contribution)
+        elif exit.kind == "contract" and _complete(exit, contribution, pieces):
+            if not any(c.draft is contribution.draft and c.place == contribution.place for c in kept):
+                kept.append(Contribution(contribution.draft, contribution.place))
+        else:
+            kept.append(contribution)
+        seen.add(key)
+    exit.contributions = kept
+
+
+def _complete(exit: Exit, contribution: Contribution, pieces: dict[int, Piece]) -> bool:
+    mine = [c for c in exit.contributions if c.draft is contribution.draft and c.place == contribution.place]
+    known = [pieces.get(id(c)) for c in mine]
+    if any(p is None or p.path is None or p.path != c.path for p, c in zip(known, mine)):
+        return False
+    return partition([c.path for c in mine], known[0].rows) is not None  # type: ignore[union-attr]
+
+
+def _add_terms(exit: Exit) -> None:
+    """Terms over the same rows of one program are one term."""
+    if exit.kind not in ("contract", "outer", "outer_t", "total"):
+        return
+    kept: list[Contribution] = []
+    for contribution in exit.contributions:
+        draft = contribution.draft
+        out = draft.outputs[contribution.place]
+        for other in kept:
+            known = draft.outputs[other.place] if other.draft is draft else None
+            alike = known is not None and (known.operand, known.casts, known.columns) == (out.operand, out.casts, out.columns)
+            if alike and contribution.path == other.path and not contribution.adds and known is not None:
+                total = draft.call(aten.add.Tensor, known.value, out.value)
+                other.place = draft.keep(dataclasses.replace(known, value=total))
+                break
+        else:
+            kept.append(contribution)
+    exit.contributions = kept
+

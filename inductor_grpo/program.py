@@ -1,0 +1,76 @@
+"""The chunk program: what one region does to one run of rows, as data.
+
+A region becomes one call of ``inductor_grpo::rows`` and carries its program as *text*, not as a registry id or a closure:
+FX and AOTAutograd caches then work in a process that never ran the pass.
+
+A program runs in three steps for each run of ``n`` rows:
+
+1. *projections*: ``logits_i = rows[hidden] @ whole[weight] (+ whole[bias])``, one ``[n, V]`` buffer each;
+2. *body*: row-local maths in aten, ``body(n, logits, rows, whole, syms) -> tuple``; no matmul in it;
+3. *sinks*: what is kept of the body's values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Literal
+
+SinkKind = Literal["row", "contract", "outer", "outer_t", "total"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """``rows[hidden] @ whole[weight]`` with hidden ``[n, H]``, weight ``[H, V]`` (any strides) and bias ``[V]`` or None."""
+
+    hidden: int
+    weight: int
+    bias: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """One output of the region.
+
+    kind       result, with ``v = body(...)[value]`` for each run of rows
+    row        ``[N, c]``: v ``[n, c]`` written to its rows
+    contract   ``[N, H]``: ``v @ whole[operand]``, operand ``[V, H]``; the gradient of hidden
+    outer      ``[V, H]``: sum over runs of ``v.T @ rows[operand]``; the gradient of a weight stored ``[V, H]``
+    outer_t    ``[H, V]``: sum over runs of ``rows[operand].T @ v``
+    total      ``[1, c]``: sum over all rows of v; the gradient of a bias
+
+    ``columns`` is c or V: a number, or ``"s3"`` for ``syms[3]``.  ``dtype`` is that of the result ("bfloat16");
+    ``accumulate`` that of the running sum of outer, outer_t and total.
+    """
+
+    kind: SinkKind
+    value: int
+    operand: int | None
+    columns: int | str
+    dtype: str
+    accumulate: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A chunk program; ``body`` is the source of one Python function over ``torch.ops``."""
+
+    projections: tuple[Projection, ...]
+    body: str
+    sinks: tuple[Sink, ...]
+
+    def to_text(self) -> str:
+        """The program as JSON; equal programs give equal text."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), sort_keys=True)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def from_text(text: str) -> Program:
+        """Reads what :meth:`to_text` wrote."""
+        data = json.loads(text)
+        return Program(
+            projections=tuple(Projection(**p) for p in data["projections"]),
+            body=data["body"],
+            sinks=tuple(Sink(**s) for s in data["sinks"]),
+        )

@@ -1,0 +1,261 @@
+"""The loop over row chunks: what ``inductor_grpo::rows`` does when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inductor_grpo import body as bodies
+from inductor_grpo._compat import codegen
+from inductor_grpo.program import Program, Sink
+
+MIB = 2**20
+# Bytes of one [rows, V] buffer by default; tools/bench_rows.py measures them.
+DEFAULT_CHUNK_BYTES = {"cpu": 64 * MIB, "cuda": 640 * MIB}
+# fp32 copies made per step of a gradient product where no kernel sums bf16 products in fp32.
+UPCAST_BYTES = 32 * MIB
+
+
+def run(
+    rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, syms: Sequence[int], text: str, chunk_bytes: int, mode: str
+) -> list[Tensor]:
+    """Runs the program ``text`` over all ``n`` rows; see :mod:`inductor_grpo.ops` for the arguments."""
+    program = Program.from_text(text)
+    device = next(t.device for t in (*rows, *whole))
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), codegen.plain_functions():
+        return _Loop(program, text, rows, whole, n, syms, device, mode).run(chunk_bytes)
+
+
+def columns(sink: Sink, syms: Sequence[int]) -> int:
+    """``Sink.columns`` with ``"s3"`` looked up in ``syms``."""
+    return syms[int(sink.columns[1:])] if isinstance(sink.columns, str) else sink.columns
+
+
+def shape(sink: Sink, rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, syms: Sequence[int]) -> tuple[int, int]:
+    """Shape of a sink's result; also for symbolic sizes, which are never compared."""
+    if sink.kind == "row":
+        return n, columns(sink, syms)
+    if sink.kind == "total":
+        return 1, columns(sink, syms)
+    assert sink.operand is not None
+    if sink.kind == "contract":
+        return n, whole[sink.operand].shape[1]
+    hidden = rows[sink.operand].shape[1]
+    return (columns(sink, syms), hidden) if sink.kind == "outer" else (hidden, columns(sink, syms))
+
+
+@functools.cache
+def dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``, such as ``"bfloat16"``."""
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def chunk_rows(n: int, row_bytes: int, budget: int) -> int:
+    """Rows of a chunk: at most ``budget`` bytes (but one row at least), all chunks near the same size.
+
+    Large chunks are multiples of 128 or 16 rows: matmul tiles are full, and slices of row operands stay aligned.
+    """
+    most = max(1, budget // max(1, row_bytes))
+    if most >= n:
+        return max(1, n)
+    step = 128 if most >= 512 else 16 if most >= 32 else 1
+    most -= most % step
+    even = -(-n // -(-n // most))
+    return -(-even // step) * step
+
+
+@dataclasses.dataclass
+class _Sum:
+    """Running sum of an outer, outer_t or total sink."""
+
+    tensor: Tensor
+    empty: bool = True
+
+
+class _Loop:
+    def __init__(
+        self,
+        program: Program,
+        text: str,
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        n: int,
+        syms: Sequence[int],
+        device: torch.device,
+        mode: str,
+    ):
+        self.program, self.text, self.device, self.mode = program, text, device, mode
+        self.rows, self.whole, self.n, self.syms = rows, whole, n, tuple(syms)
+        self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
+        self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
+
+    def run(self, chunk_bytes: int) -> list[Tensor]:
+        n, sinks = self.n, self.program.sinks
+        budget = chunk_bytes or DEFAULT_CHUNK_BYTES.get(self.device.type, DEFAULT_CHUNK_BYTES["cuda"])
+        size = chunk_rows(n, self._row_bytes(), budget)
+        single = size >= n
+        outputs: list[Tensor | None] = []
+        sums: dict[int, _Sum] = {}
+        for position, sink in enumerate(sinks):
+            dims = shape(sink, self.rows, self.whole, n, self.syms)
+            if sink.kind in ("row", "contract"):
+                outputs.append(self._empty(dims, dtype(sink.dtype)))
+                continue
+            outputs.append(None)
+            kind = self._sum_dtype(sink, single)
+            fresh = self._empty(dims, kind)
+            if sink.kind == "total" or n == 0:
+                fresh.zero_()
+            sums[position] = _Sum(fresh)
+        if n:
+            self._chunks(size, outputs, sums)
+        for position, total in sums.items():
+            outputs[position] = total.tensor.to(dtype(sinks[position].dtype))
+            total.tensor = outputs[position]  # type: ignore[assignment]  # frees the accumulator before the next cast
+        return outputs  # type: ignore[return-value]
+
+    def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, _Sum]) -> None:
+        n, program, sinks = self.n, self.program, self.program.sinks
+        buffers = [self._empty((size, width), kind) for width, kind in self.logits]
+        widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
+        body = self._body(widths, outputs, sums)
+        # Summed from the buffer that holds the value: inside the body the sum would need a copy of it.
+        late_totals = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
+        used_whole = [self.whole[i] for i in self.uses.whole]
+        used_syms = [self.syms[i] for i in self.uses.syms]
+        operands: list[Tensor] = []
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            count = stop - start
+            logits = [buffer if count == size else buffer[:count] for buffer in buffers]
+            for projection, out in zip(program.projections, logits, strict=True):
+                hidden, weight = self.rows[projection.hidden][start:stop], self.whole[projection.weight]
+                if projection.bias is None:
+                    torch.mm(hidden, weight, out=out)
+                else:
+                    torch.addmm(self.whole[projection.bias], hidden, weight, out=out)
+            targets = []
+            for position in body.plan.targets:
+                out_ = outputs[position]
+                targets.append(sums[position].tensor if out_ is None else out_[start:stop])
+            used_rows = [self.rows[i][start:stop].contiguous() for i in self.uses.rows]
+            operands = body.run(count, logits, used_rows, used_whole, used_syms, targets, widths)
+            by_value = dict(zip(body.plan.operands, operands, strict=True))
+            for position, sink in enumerate(sinks):
+                if sink.kind == "contract":
+                    self._contract(by_value[sink.value], self.whole[sink.operand], outputs[position][start:stop])  # type: ignore[index]
+                elif sink.kind in ("outer", "outer_t"):
+                    value, other = by_value[sink.value], self.rows[sink.operand][start:stop]  # type: ignore[index]
+                    left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
+                    add_product(sums[position], left, right)
+                elif position in late_totals:
+                    value = by_value[sink.value]
+                    sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
+            del operands, by_value, used_rows, targets
+
+    def _empty(self, dims: tuple[int, int], kind: torch.dtype) -> Tensor:
+        return torch.empty(dims, dtype=kind, device=self.device)
+
+    def _row_bytes(self) -> int:
+        """Bytes of one row of the widest projection, or of the widest row operand where there is no projection."""
+        widest = [width * kind.itemsize for width, kind in self.logits]
+        widest = widest or [t.shape[1] * t.element_size() for t in self.rows]
+        return max(1, max(widest, default=1))
+
+    def _sum_dtype(self, sink: Sink, single: bool) -> torch.dtype:
+        result = dtype(sink.dtype)
+        if single and sink.kind != "total":
+            return result  # one product, which the matmul itself sums in fp32
+        return torch.promote_types(dtype(sink.accumulate), result)
+
+    def _width(self, sink: Sink) -> int:
+        return self.whole[sink.operand].shape[0] if sink.kind == "contract" else columns(sink, self.syms)  # type: ignore[index]
+
+    @staticmethod
+    def _contract(value: Tensor, weight: Tensor, out: Tensor) -> None:
+        if out.dtype == value.dtype:
+            torch.mm(value, weight, out=out)
+        else:
+            out.copy_(torch.mm(value, weight))
+
+    def _body(self, widths: dict[int, int], outputs: list[Tensor | None], sums: dict[int, _Sum]) -> bodies.Body:
+        program = self.program
+        rows = [(self.rows[i].shape[1], self.rows[i].dtype) for i in self.uses.rows]
+        whole = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in (self.whole[i] for i in self.uses.whole)]
+        targets = []
+        for position in self._targets(widths):
+            out = outputs[position]
+            tensor = sums[position].tensor if out is None else out
+            sink = program.sinks[position]
+            targets.append((None if sink.kind == "row" else 1, tensor.shape[1], tensor.dtype))
+        key = (
+            self.text,
+            self.mode,
+            self.device,
+            tuple(self.logits),
+            tuple(rows),
+            tuple(whole),
+            tuple(targets),
+            tuple(widths.items()),
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+        def make() -> bodies.Body:
+            spec = codegen.TensorSpec
+            specs = [spec((None, width), (width, 1), kind, self.device) for width, kind in (*self.logits, *rows)]
+            specs += [spec(dims, stride, kind, device) for dims, stride, kind, device in whole]
+            specs += [spec((lead, width), (width, 1), kind, self.device) for lead, width, kind in targets]
+            return bodies.Body(program, self._plan(widths), self.uses, specs, self.mode == "inductor")
+
+        return bodies.get(key, make)
+
+    def _plan(self, widths: dict[int, int]) -> bodies.Plan:
+        """Chooses which operand takes which logits buffer: same width, and the dtype its matmul reads."""
+        program = self.program
+        free = dict(enumerate(self.logits))
+        in_place = []
+        for value in widths:
+            sink = next(s for s in program.sinks if s.value == value and s.kind in bodies.MATMUL_KINDS)
+            other = self.whole if sink.kind == "contract" else self.rows
+            kind = other[sink.operand].dtype  # type: ignore[index]
+            match = next((i for i, logits in free.items() if logits == (widths[value], kind)), None)
+            if match is not None:
+                del free[match]
+                in_place.append((value, match))
+        return bodies.Plan(self._targets(widths), tuple(widths), tuple(in_place))
+
+    def _targets(self, operands: dict[int, int]) -> tuple[int, ...]:
+        sinks = enumerate(self.program.sinks)
+        return tuple(i for i, s in sinks if s.kind == "row" or (s.kind == "total" and s.value not in operands))
+
+
+def add_product(total: _Sum, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` where nothing is rounded to a lower precision than the sum's before it is added."""
+    out = total.tensor
+    first, total.empty = total.empty, False
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out) if first else out.addmm_(left, right)
+    elif codegen.has_mixed_addmm(out.device.type) and out.dtype == torch.float32:
+        if first:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        _add_upcast(out, left, right, first)
+
+
+def _add_upcast(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """The product in the sum's dtype, a block of the wider operand at a time so that the copies stay small."""
+    if left.shape[0] < right.shape[1]:
+        out, left, right = out.t(), right.t(), left.t()
+    whole = right.to(out.dtype)
+    block = max(1, UPCAST_BYTES // max(1, left.shape[1] * out.element_size()))
+    for start in range(0, left.shape[0], block):
+        part = out[start : start + block]
+        # A transposed view is upcast as it lies in memory: the copy keeps its strides.
+        part.addmm_(left[start : start + block].to(out.dtype), whole, beta=0 if first else 1)

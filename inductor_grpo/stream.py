@@ -1,0 +1,294 @@
+"""Finding the regions of a graph and putting chunk programs in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from . import plan
+from ._compat import fxgraph
+from .config import Settings
+from .depth import after_tangent, node_depths
+from .draft import Draft, RowInput
+from .emit import Region
+from .exits import Contribution, Exit, make_exit
+from .graph import GraphBuilder, aten, inputs_through_tuples, nbytes, numel, same_sizes, shape, target_of, value
+from .heads import Head, find_heads, weight_root
+from .layout import Layouts
+from .merge import Piece, merge
+from .report import Location, Rejection, Report
+from .rowmap import RowMap
+from .rules import RULES, infer_layouts
+from .rules.reductions import MULTIPLE, WHOLE, Reduction
+
+
+@dataclasses.dataclass
+class Component:
+    """Regions that touch each other; they are rewritten together or not at all."""
+
+    heads: list[Head]
+    nodes: set[fx.Node]
+
+    @property
+    def location(self) -> Location | None:
+        """The line of the first head."""
+        return Location.of(self.heads[0].node)
+
+    @property
+    def logits_bytes(self) -> int:
+        """The largest tensor of each head's vocabulary that the graph makes, all heads together."""
+        return sum(nbytes(h.node) for h in self.heads)
+
+
+class Refused(Exception):
+    """A component cannot be streamed; ``heads`` are the positions of its heads in the graph."""
+
+    def __init__(self, heads: frozenset[int], rejection: Rejection) -> None:
+        super().__init__(rejection)
+        self.heads = heads
+        self.rejection = rejection
+
+
+def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> Report:
+    """Rewrites every region of ``graph`` in place, except those of the heads at the positions ``left_alone``.
+
+    Raises :class:`Refused` when a region cannot be rewritten: the graph is then spoiled, and the caller starts again from a
+    fresh copy without it.
+    """
+    backward = after_tangent(graph)
+    heads = find_heads(graph, backward)
+    positions = {head.node: place for place, head in enumerate(heads)}
+    layouts = Layouts()
+    components = find_components(graph, layouts, heads, backward)
+    chosen = []
+    for component in components:
+        places = frozenset(positions[h.node] for h in component.heads)
+        if places & left_alone or not is_logits_like(component, layouts):
+            layouts.drop(component.nodes)
+            continue
+        if (rejection := plan.reason_to_leave(component, settings, len(chosen))) is not None:
+            raise Refused(places, rejection)
+        chosen.append(component)
+    if not chosen:
+        return Report()
+    builder = GraphBuilder(graph)
+    kept = {h.node: h for component in chosen for h in component.heads}
+    region = Region(builder, layouts, node_depths(graph, layouts), kept)
+
+    def refused(node: fx.Node, rejection: Rejection) -> Refused:
+        component = next((c for c in chosen if node in c.nodes), chosen[0])
+        rejection.bytes = rejection.bytes or component.logits_bytes
+        return Refused(frozenset(positions[h.node] for h in component.heads), rejection)
+
+    exits = find_exits(region, refused)
+    drafts, pieces = merge(builder, list(region.drafts.values()), exits)
+    calls = emit_calls(builder, drafts, exits, settings)
+    for exit in exits:
+        replace(builder, exit, calls, pieces)
+    drop_dead(graph)
+    fxgraph.sort_topologically(graph)
+    graph.lint()
+    return Report([plan.rewrite_of(component, drafts, exits, settings) for component in chosen])
+
+
+def find_components(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> list[Component]:
+    """Gives the regions their layouts and groups the heads that share one."""
+    if not heads:
+        return []
+    layouts.vocabulary = plan.smallest_vocabulary(heads)
+    for head in heads:
+        layouts.set(head.node, layouts.new_space(), head.vocab)
+    _seed_gradients(graph, layouts, heads, backward)
+    infer_layouts(layouts)
+    parents: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while parents.get(node, node) is not node:
+            node = parents[node]
+        return node
+
+    members = {n for n in graph.nodes if n in layouts or n in layouts.conflicts or target_of(n) in MULTIPLE}
+    for node in members:
+        for a in node.all_input_nodes:
+            if a in members:
+                parents[find(a)] = find(node)
+    groups: dict[fx.Node, Component] = {}
+    for head in heads:
+        groups.setdefault(find(head.node), Component([], set())).heads.append(head)
+    for node in members:
+        if find(node) in groups:
+            groups[find(node)].nodes.add(node)
+        else:
+            layouts.drop({node})
+    return list(groups.values())
+
+
+def _seed_gradients(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> None:
+    """The gradient of logits is what meets a head's weight in the backward; a loss that only gathers has no softmax that
+    would link it to the head."""
+    roots: dict[fx.Node, Head] = {}
+    for head in heads:
+        roots.setdefault(weight_root(head.weight), head)
+    for node in graph.nodes:
+        if target_of(node) not in (aten.mm.default, aten.bmm.default) or node not in backward:
+            continue
+        a, b = node.args
+        head = roots.get(weight_root(b)) or roots.get(weight_root(a))
+        if head is None:
+            continue
+        d, vocab = (a, len(shape(a)) - 1) if roots.get(weight_root(b)) is head else (b, len(shape(b)) - 2)
+        if d not in layouts and same_sizes([shape(d)[vocab]], [head.vocabulary]) and d in backward:
+            layouts.set(d, layouts.new_space(), vocab)
+
+
+def is_logits_like(component: Component, layouts: Layouts) -> bool:
+    """Something reads the region along the vocabulary, or it leaves the graph: not just a wide layer of a network."""
+    for node in component.nodes:
+        for user in node.users if layouts.is_wide(node) else ():
+            rule = RULES.get(user.target)
+            reduces = isinstance(rule, Reduction) or user.target in WHOLE or user.target in MULTIPLE
+            if reduces or user.op == "output" or (user in layouts and not layouts.is_wide(user)):
+                return True
+    return False
+
+
+def find_exits(region: Region, refused: Any) -> list[Exit]:
+    """Walks from the graph's outputs to the regions and writes a program's part for each exit on the way."""
+    layouts, builder = region.layouts, region.builder
+    original = set(builder.graph.nodes)
+    exits: list[Exit] = []
+    seen: set[fx.Node] = {builder.output}
+    work = [builder.output]
+
+    def need(nodes: Any) -> None:
+        for node in nodes:
+            if node not in seen:
+                seen.add(node)
+                work.append(node)
+
+    while work:
+        node = work.pop()
+        if node.op == "placeholder":
+            continue
+        if layouts.is_wide(node):  # reached from outside of the region
+            raise refused(node, _escape(region, node, seen))
+        wide = [a for a in inputs_through_tuples(node) if layouts.is_wide(a)]
+        if node not in original or not wide:
+            need(node.all_input_nodes)
+            continue
+        try:
+            exit = None if node.op == "output" or node in layouts.conflicts else make_exit(region, node)
+            if exit is None:
+                raise _no_exit(region, node, wide[0])
+        except Rejection as rejection:
+            raise refused(wide[0], rejection) from None
+        exits.append(exit)
+        need(_inputs(builder, region.drafts.values(), exit))
+    return exits
+
+
+def _inputs(builder: GraphBuilder, drafts: Iterable[Draft], exit: Exit) -> list[fx.Node]:
+    """What the programs read; selections of rows are made now, so that what they depend on is visited too."""
+    found: list[fx.Node | None] = []
+    for draft in drafts:
+        found += [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
+        found += [*draft.whole_inputs, *draft.sizes]
+    for contribution in exit.contributions:
+        found.append(contribution.path.positions(builder, value(exit.node).device))
+        operand = contribution.draft.outputs[contribution.place].operand
+        if isinstance(operand, RowInput):
+            found.append(operand.map.rows_of(builder, operand.node))
+        else:
+            found.append(operand)
+    return [node for node in found if node is not None]
+
+
+def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
+    readers = [u for u in node.users if u in seen and not region.layouts.is_wide(u)]
+    if any(u.op == "output" for u in readers) or not readers:
+        message = "a vocabulary-sized tensor is returned to the caller; return the log-probs (or another value a token) instead"
+        return region.refuse(node, "LOGITS_RETURNED", message)
+    return _no_exit(region, readers[0], node)
+
+
+def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
+    if node.op == "output":
+        message = "a vocabulary-sized tensor is returned to the caller; return the log-probs (or another value a token) instead"
+        return region.refuse(wide, "LOGITS_RETURNED", message)
+    code, reason = region.layouts.conflicts.get(
+        node, ("NO_ROW_RULE", f"{node.target} reads the logits and is not known to treat each row apart")
+    )
+    return region.refuse(node if Location.of(node) else wide, code, reason)
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erases what the output does not need, in a graph that is not sorted yet."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    live, work = {output}, [output]
+    while work:
+        for a in work.pop().all_input_nodes:
+            if a not in live:
+                live.add(a)
+                work.append(a)
+    dead = [n for n in graph.nodes if n not in live and n.op != "placeholder"]
+    for node in dead:
+        node.args, node.kwargs = (), {}
+    for node in dead:
+        graph.erase_node(node)
+
+
+def emit_calls(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], settings: Settings) -> dict[int, dict[int, fx.Node]]:
+    """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
+    results: dict[int, dict[int, fx.Node]] = {}
+    for draft in drafts:
+        used = sorted({c.place for exit in exits for c in exit.contributions if c.draft is draft})
+        if not used:
+            continue
+        program = draft.program(settings.accumulate, used)
+        rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
+        n = builder.dim(numel(draft.rows))
+        call = builder.call(
+            torch.ops.inductor_grpo.rows.default, rows, list(draft.whole_inputs), n, list(draft.sizes), program.to_text(),
+            settings.chunk_bytes or 0, settings.codegen,
+        )  # fmt: skip
+        results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
+    return results
+
+
+def replace(builder: GraphBuilder, exit: Exit, calls: dict[int, dict[int, fx.Node]], pieces: dict[int, Piece]) -> None:
+    """Puts what the programs return in the place of an exit."""
+    node, total = exit.node, None
+    for contribution in exit.contributions:
+        part = calls[id(contribution.draft)][contribution.place]
+        piece = pieces.get(id(contribution))
+        if piece is not None and exit.kind not in ("outer", "outer_t", "total"):
+            part = _cut_out(builder, part, piece)
+        if exit.kind == "contract":
+            part = _land(builder, part, contribution, numel(exit.rows))
+        total = part if total is None else builder.call(aten.add.Tensor, total, part)
+    if total is None:
+        result = builder.full(shape(node), 0, value(node).dtype, value(node).device)
+    else:
+        result = exit.finish(builder, total)
+    node.replace_all_uses_with(result)
+    result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+
+
+def _cut_out(builder: GraphBuilder, part: fx.Node, piece: Piece) -> fx.Node:
+    columns = shape(part)[-1]
+    whole = builder.view(part, [*piece.rows, columns])
+    cut = builder.slice(whole, piece.dim, piece.start, piece.start + piece.length)
+    return builder.view(cut, [numel(shape(cut)[:-1]), columns])
+
+
+def _land(builder: GraphBuilder, part: fx.Node, contribution: Contribution, rows: Any) -> fx.Node:
+    """The gradient of selected rows, in the place of those rows."""
+    if contribution.path == RowMap():
+        return part
+    positions = contribution.path.positions(builder, value(part).device)
+    zeros = builder.full([rows, shape(part)[-1]], 0, value(part).dtype, value(part).device)
+    return builder.call(aten.index_put.default, zeros, [positions], part, contribution.adds)

@@ -1,0 +1,94 @@
+"""Spellings beyond the corpus: each one right and streamed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import harness
+from tests.corpus.spellings import SPELLINGS, B, H, T, V, ids, normal, pick
+
+# Facts about a spelling that the two first arguments do not tell: vocabulary sizes, and sizes of weights.
+VOCABULARIES = {"head_padded_vocabulary": (41, 37), "head_weight_stored_features_first": (41,)}
+FEATURES = {
+    "head_low_rank_update": (16, 3),
+    "head_low_rank_merged": (16, 3),
+    "head_bmm_of_an_expanded_weight": (16, 2),  # the batch of weights is the user's own
+    "head_two_halves_of_the_vocabulary": (16,),
+}
+
+
+def facts(name: str) -> harness.Graphs:
+    return harness.Graphs(frozenset(VOCABULARIES.get(name, (V,))), frozenset(FEATURES.get(name, (H,))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str, dtype: torch.dtype) -> None:
+    function, make = SPELLINGS[name]
+    harness.check(function, make(dtype), facts=facts(name))
+
+
+@pytest.mark.parametrize("name", ["head_einsum", "advanced_index", "with_z_loss", "kl_to_a_second_head", "unflattened"])
+def test_spelling_with_dynamic_shapes(name: str) -> None:
+    function, make = SPELLINGS[name]
+    harness.check(function, make(torch.float32), facts=facts(name), dynamic=True)
+
+
+class Model(torch.nn.Module):
+    """An embedding, a layer and a head, optionally tied, and a loss; as a user's script has it."""
+
+    def __init__(self, tied: bool, bias: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(V, H)
+        self.layer = torch.nn.Linear(H, H)
+        self.head = torch.nn.Linear(H, V, bias=bias)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(normal(*parameter.shape, seed=20 + index, scale=0.4))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.layer(self.embed(tokens))))
+        return -pick(logits[:, :-1].float().log_softmax(-1), tokens[:, 1:]).mean()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_module(tied: bool, bias: bool) -> None:
+    model = Model(tied, bias)
+    names = [name for name, _ in model.named_parameters()]
+
+    def call(tokens: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (tokens,))
+
+    tokens, parameters = ids(B, T), tuple(model.parameters())
+    eager, truth = harness.run(call, (tokens, *parameters)), harness.run(call, (tokens, *parameters), wide=True)
+    compiled = harness.compiled(model, 5 * V * 4)
+    seen = facts("")
+    with harness.recording(seen):
+        loss = compiled(tokens)
+        (loss.double() * 1.25).backward()  # the probe's weight of a scalar
+    ours = harness.Run([loss], [None, *(p.grad for p in parameters)])
+    assert not harness.problems(ours, eager, truth, harness.floor(parameters))
+    harness.assert_streamed(seen)
+
+
+def test_a_wide_inner_layer_is_no_head() -> None:
+    """An MLP whose inner size exceeds its input: only the last product makes logits."""
+
+    def function(h, w, up, down, y):
+        inner = F.linear(F.gelu(F.linear(h, up)), down) + h
+        return pick(F.linear(inner, w).float().log_softmax(-1), y)
+
+    words = 127
+    args = (
+        normal(B, T, H, seed=1, grad=True),
+        normal(words, H, seed=2, scale=0.4, grad=True),
+        normal(4 * H, H, seed=3, scale=0.2, grad=True),
+        normal(H, 4 * H, seed=4, scale=0.2, grad=True),
+        ids(B, T, high=words),
+    )
+    harness.check(function, args, facts=harness.Graphs(frozenset({words}), frozenset({H, 4 * H})))
