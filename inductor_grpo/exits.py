@@ -28,15 +28,31 @@ from .rules import RULES
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of the rows of a joined program: ``start : start + length`` along dimension ``dim`` of rows ``rows``.
+
+    ``step`` is the selection of the piece, when the joined program runs over the rows that it selects from.
+    """
+
+    rows: tuple[Size, ...]
+    dim: int
+    start: Size
+    length: Size
+    step: Step | None = None
+
+
 @dataclasses.dataclass
 class Contribution:
-    """One output of a draft that an exit is made of; ``path`` leads from the draft's rows to the exit's."""
+    """One output of a draft that an exit is made of; ``path`` leads from its rows to the exit's, which are the draft's or, after
+    programs were joined, the rows of ``piece``."""
 
     draft: Draft
     place: int
     path: RowMap = RowMap()
     adds: bool = False
     """Rows may coincide, so they are added where they land."""
+    piece: Piece | None = None
 
 
 @dataclasses.dataclass

@@ -103,15 +103,17 @@ def inputs_through_tuples(node: fx.Node) -> list[fx.Node]:
 
 
 class GraphBuilder:
-    """Adds nodes to a graph at its end, each with its fake value; reuses a node that computes the same."""
+    """Adds nodes to a graph at its end, each with its fake value; reuses a node that computes the same.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    ``late`` are the nodes of the backward."""
+
+    def __init__(self, graph: fx.Graph, late: set[fx.Node]) -> None:
         self.graph = graph
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
         self._fake_mode = fxgraph.fake_mode_of(graph)
         self._symbols: dict[sympy.Expr, fx.Node] = {}
         self._known: dict[Any, fx.Node] = {}
-        self._collect_symbols()
+        self._collect_symbols(late)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call_function node with its fake value; the same call is made once."""
@@ -215,12 +217,19 @@ class GraphBuilder:
                 node = node.next
         return self._symbols[expr]
 
-    def _collect_symbols(self) -> None:
-        for node in self.graph.nodes:
+    def _collect_symbols(self, late: set[fx.Node]) -> None:
+        """Which node gives which symbolic size.  Inputs first, and the backward last: a size that the forward reads must not
+        come from a tangent, nor from a tensor that the rewrite is about to remove."""
+
+        def source(node: fx.Node) -> tuple[bool, bool]:
+            return node in late, node.op != "placeholder" and any(is_tensor(a) for a in node.all_input_nodes)
+
+        for node in sorted(self.graph.nodes, key=source):
             val = value(node)
             if isinstance(val, torch.SymInt) and (node.op == "placeholder" or not val.node.expr.is_Symbol):
-                self._symbols.setdefault(val.node.expr, node)
-        for node in list(self.graph.nodes):
+                if node.op == "placeholder" or not any(is_tensor(a) for a in node.all_input_nodes):
+                    self._symbols.setdefault(val.node.expr, node)
+        for node in sorted(self.graph.nodes, key=source):
             if node.op not in ("placeholder", "call_function") or not is_tensor(node):
                 continue
             for position, size in enumerate(value(node).shape):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
-from .graph import Size, hint, is_one, is_tensor, shape
+from .graph import Size, aten, hint, is_one, is_tensor, shape, target_of
 
 
 class Layout(NamedTuple):
@@ -78,8 +78,11 @@ class Layouts:
 
     def set(self, node: object, space: int, vocab: int | None) -> None:
         """Gives a node a layout (a tensor computed in the graph; others are ignored) and queues what follows from it."""
-        if not isinstance(node, fx.Node) or node.op != "call_function" or not is_tensor(node):
+        if target_of(node) is None or not is_tensor(node):
             return
+        assert isinstance(node, fx.Node)
+        if node.target is aten.full.default:
+            return  # a constant has no rows of its own: unrelated regions may share it
         sizes = shape(node)
         if vocab is not None:
             vocab %= max(1, len(sizes))
@@ -119,6 +122,7 @@ class Layouts:
             return []
         node = self._queue.popleft()
         around = [node, *node.users, *node.all_input_nodes]
+        around += [part for user in node.users if not is_tensor(user) for part in user.users]
         return [n for n in around if n.op == "call_function"]
 
 

@@ -12,39 +12,24 @@ import dataclasses
 import torch.fx as fx
 
 from .draft import Draft, RowInput
-from .exits import Contribution, Exit
+from .exits import Contribution, Exit, Piece
 from .graph import GraphBuilder, Size, arg, aten, hint, numel, prims, same, same_sizes, shape, target_of
 from .rowmap import RowMap, Step, partition
 from .rules.selection import select_step, slice_step
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Where a piece lies in the program that took it: along dimension ``dim`` of rows ``rows`` (of all rows, when None)."""
-
-    rows: tuple[Size, ...]
-    dim: int
-    start: Size
-    length: Size
-    path: RowMap | None = None
-    """The selection of the piece, when its program runs over the rows that it selects from."""
-
-
-def merge(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -> tuple[list[Draft], dict[int, Piece]]:
-    """The remaining programs, and for each contribution (by id) that is a piece of a larger output, its place there."""
-    pieces: dict[int, Piece] = {}
-    drafts = _join_loops(builder, drafts, exits, pieces)
+def merge(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
+    """The programs that remain; the contributions of the exits are changed to point to them."""
+    drafts = _join_loops(builder, drafts, exits)
     drafts = _share_projections(drafts, exits)
     seen: set[tuple[int, int]] = set()
     for exit in exits:
-        _whole_again(exit, pieces, seen)
+        _whole_again(exit, seen)
         _add_terms(exit)
-    return drafts, pieces
+    return drafts
 
 
-def _join_loops(
-    builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], pieces: dict[int, Piece]
-) -> list[Draft]:
+def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
     groups: dict[object, list[Draft]] = {}
     for draft in drafts:
         program = draft.program("float32").to_text()
@@ -53,7 +38,7 @@ def _join_loops(
     result = []
     for group in groups.values():
         if len(group) > 1 and _sums_meet(group, exits):
-            result.append(_join(builder, group, exits, pieces))
+            result.append(_join(builder, group, exits))
         else:
             result += group
     return result
@@ -91,7 +76,7 @@ def _end_of_sum(node: fx.Node) -> tuple[object, ...]:
     return end
 
 
-def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit], pieces: dict[int, Piece]) -> Draft:
+def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit]) -> Draft:
     inputs = [[_peel(builder, r) for r in draft.row_inputs] for draft in group]
     cut = _cut(inputs)
     if cut is not None:
@@ -101,9 +86,9 @@ def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit], pieces: 
         joined = Draft(list(root), group[0].depth, group[0].origin)
         places = []
         for own in inputs:
-            span = own[column].map.steps[-1].span
-            assert span is not None
-            places.append(Piece(root, dim, span.start, span.length, own[column].map))
+            step = own[column].map.steps[0]
+            assert step.span is not None
+            places.append(Piece(root, dim, step.span.start, step.span.length, step))
     else:
         total: Size = 0
         places = []
@@ -117,15 +102,15 @@ def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit], pieces: 
     for draft, place in zip(group, places):
         for contribution in _of(draft, exits):
             contribution.draft, contribution.place = joined, new[contribution.place]
-            pieces[id(contribution)] = place
+            contribution.piece = place
     return joined
 
 
 def _join_column(builder: GraphBuilder, column: list[RowInput], places: list[Piece]) -> RowInput:
     """One row input of the joined program: the tensor that the pieces cut, or the pieces put together in its order."""
     root, dim, node = places[0].rows, places[0].dim, column[0].node
-    if all(r.node is node and r.map == p.path for r, p in zip(column, places)):
-        return RowInput(node, RowMap())
+    if all(r.node is node and r.map.steps[:1] == (p.step,) and r.map.steps[1:] == column[0].map.steps[1:] for r, p in zip(column, places)):
+        return RowInput(node, RowMap(column[0].map.steps[1:]))
     columns = shape(node)[-1]
     views = []
     for row, place in zip(column, places):
@@ -139,7 +124,7 @@ def _of(draft: Draft, exits: list[Exit]) -> list[Contribution]:
 
 
 def _span(row: RowInput) -> tuple[int, Size]:
-    span = row.map.steps[-1].span
+    span = row.map.steps[0].span
     assert span is not None
     return hint(span.start), span.length
 
@@ -148,10 +133,11 @@ def _cut(inputs: list[list[RowInput]]) -> tuple[int, tuple[Size, ...], int] | No
     """A row input of which the pieces read consecutive spans of one tensor; its place, its rows and the dimension cut."""
     for place, column in enumerate(zip(*inputs)):
         node = column[0].node
-        if any(r.node is not node or len(r.map.steps) != 1 or r.map.steps[0].span is None for r in column):
+        maps = [r.map for r in column]
+        if any(r.node is not node for r in column) or any(not m.steps or m.steps[1:] != maps[0].steps[1:] for m in maps):
             continue
-        root = column[0].map.steps[-1].parent
-        dim = partition([r.map for r in column], root)
+        root = maps[0].steps[0].parent
+        dim = partition([m.steps[0] for m in maps], root)
         if dim is not None:
             return place, root, dim
     return None
@@ -181,8 +167,8 @@ def _peel(builder: GraphBuilder, row: RowInput) -> RowInput:
 
 def _share_projections(drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
     result: list[Draft] = []
-    for draft in drafts:
-        host = next((d for d in result if _shares(d, draft)), None)
+    for draft in sorted(drafts, key=lambda d: not d.projections):
+        host = next((d for d in result if _shares(d, draft, exits)), None)
         if host is None:
             result.append(draft)
             continue
@@ -192,41 +178,47 @@ def _share_projections(drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
     return result
 
 
-def _shares(a: Draft, b: Draft) -> bool:
+def _shares(a: Draft, b: Draft, exits: list[Exit]) -> bool:
+    """The programs project the same rows, or one projects nothing and adds to a gradient of the other."""
+
     def heads(draft: Draft) -> set[tuple[RowInput, fx.Node]]:
         rows, whole = list(draft.row_inputs), list(draft.whole_inputs)
         return {(rows[p.hidden], whole[p.weight]) for p in draft.projections}
 
-    return a.depth == b.depth and same_sizes([numel(a.rows)], [numel(b.rows)]) and bool(heads(a) & heads(b))
+    if a.depth != b.depth or not same_sizes([numel(a.rows)], [numel(b.rows)]):
+        return False
+    if not b.projections:
+        return any({id(a), id(b)} <= {id(c.draft) for c in exit.contributions} for exit in exits)
+    return bool(heads(a) & heads(b))
 
 
-def _whole_again(exit: Exit, pieces: dict[int, Piece], seen: set[tuple[int, int]]) -> None:
+def _whole_again(exit: Exit, seen: set[tuple[int, int]]) -> None:
     """Contributions that are all the pieces of one output, each in its own place, are that output; and the sum over the rows
     of a joined program is there once for all exits (the others are zero), not once a piece."""
     kept: list[Contribution] = []
     for contribution in exit.contributions:
         key = (id(contribution.draft), contribution.place)
-        piece = pieces.get(id(contribution))
-        if piece is None:
+        if contribution.piece is None:
             kept.append(contribution)
         elif exit.kind in ("outer", "outer_t", "total"):
             if key not in seen:
-                kept.append(contribution)
-        elif exit.kind == "contract" and _complete(exit, contribution, pieces):
-            if not any(c.draft is contribution.draft and c.place == contribution.place for c in kept):
                 kept.append(Contribution(contribution.draft, contribution.place))
+        elif exit.kind == "contract" and _complete(exit, contribution):
+            if not any(c.draft is contribution.draft and c.place == contribution.place for c in kept):
+                rest = RowMap(contribution.path.steps[1:])
+                kept.append(Contribution(contribution.draft, contribution.place, rest, contribution.adds))
         else:
             kept.append(contribution)
         seen.add(key)
     exit.contributions = kept
 
 
-def _complete(exit: Exit, contribution: Contribution, pieces: dict[int, Piece]) -> bool:
+def _complete(exit: Exit, contribution: Contribution) -> bool:
+    rest = contribution.path.steps[1:]
     mine = [c for c in exit.contributions if c.draft is contribution.draft and c.place == contribution.place]
-    known = [pieces.get(id(c)) for c in mine]
-    if any(p is None or p.path is None or p.path != c.path for p, c in zip(known, mine)):
+    if any(c.piece is None or c.piece.step is None or c.path.steps != (c.piece.step, *rest) for c in mine):
         return False
-    return partition([c.path for c in mine], known[0].rows) is not None  # type: ignore[union-attr]
+    return partition([c.path.steps[0] for c in mine], contribution.piece.rows) is not None  # type: ignore[union-attr]
 
 
 def _add_terms(exit: Exit) -> None:

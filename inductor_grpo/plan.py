@@ -8,7 +8,7 @@ from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .exits import Exit
-from .graph import hint, nbytes, numel, shape
+from .graph import hint, nbytes
 from .heads import Head
 from .report import Rejection, Rewrite, human
 
@@ -45,7 +45,7 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
         matmuls += len(draft.projections) + len(contractions)
         limit = settings.chunk_bytes or DEFAULT_CHUNK_BYTES
         after = max(after, sum(min(limit, nbytes(h.node)) for h in component.heads))
-    widest = max(nbytes(n) for n in component.nodes if numel(shape(n)) is not None)
+    widest = max(nbytes(n) for n in component.nodes)
     backward = any(d.depth >= TANGENT_DEPTH for d in own)
     before = max(component.logits_bytes, widest)
     return Rewrite("engine", "two-pass" if backward else "forward", component.location, before, min(after, before), matmuls)

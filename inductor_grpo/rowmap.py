@@ -91,13 +91,13 @@ class RowMap:
         return x if positions is None else b.take_rows(x, positions)
 
 
-def partition(maps: list[RowMap], whole: tuple[Size, ...]) -> int | None:
-    """The dimension along which the maps, in any order, cut rows ``whole`` into consecutive spans; None when they do not."""
+def partition(steps: list[Step], whole: tuple[Size, ...]) -> int | None:
+    """The dimension along which the steps, in any order, cut rows ``whole`` into consecutive spans; None when they do not."""
     spans = []
-    for m in maps:
-        if len(m.steps) != 1 or m.steps[0].span is None or not same_sizes(m.steps[0].parent, whole):
+    for step in steps:
+        if step.span is None or not same_sizes(step.parent, whole):
             return None
-        spans.append(m.steps[0].span)
+        spans.append(step.span)
     at: Size = 0
     for span in sorted(spans, key=lambda s: hint(s.start)):
         if span.dim != spans[0].dim or not same(span.start, at):

@@ -15,15 +15,15 @@ from .config import Settings
 from .depth import after_tangent, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
-from .exits import Contribution, Exit, make_exit
+from .exits import Contribution, Exit, Piece, make_exit
 from .graph import GraphBuilder, aten, inputs_through_tuples, nbytes, numel, same_sizes, shape, target_of, value
 from .heads import Head, find_heads, weight_root
 from .layout import Layouts
-from .merge import Piece, merge
+from .merge import merge
 from .report import Location, Rejection, Report
 from .rowmap import RowMap
 from .rules import RULES, infer_layouts
-from .rules.reductions import MULTIPLE, WHOLE, Reduction
+from .rules.reductions import MULTIPLE, SPLITS, WHOLE, Reduction
 
 
 @dataclasses.dataclass
@@ -75,7 +75,8 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
         chosen.append(component)
     if not chosen:
         return Report()
-    builder = GraphBuilder(graph)
+    builder = GraphBuilder(graph, backward)
+    _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
     region = Region(builder, layouts, node_depths(graph, layouts), kept)
 
@@ -85,14 +86,25 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
         return Refused(frozenset(positions[h.node] for h in component.heads), rejection)
 
     exits = find_exits(region, refused)
-    drafts, pieces = merge(builder, list(region.drafts.values()), exits)
+    drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
     for exit in exits:
-        replace(builder, exit, calls, pieces)
+        replace(builder, exit, calls)
     drop_dead(graph)
     fxgraph.sort_topologically(graph)
     graph.lint()
     return Report([plan.rewrite_of(component, drafts, exits, settings) for component in chosen])
+
+
+def _free_sizes(builder: GraphBuilder, layouts: Layouts) -> None:
+    """Sizes that are read off a region's tensor are computed from the inputs' sizes instead."""
+    for node in list(builder.graph.nodes):
+        if isinstance(value(node), torch.SymInt) and any(layouts.is_wide(a) for a in node.all_input_nodes):
+            dim = builder.dim(value(node))
+            for user in list(node.users):
+                user.args = fx.map_arg(user.args, lambda a, node=node, dim=dim: dim if a is node else a)  # type: ignore[misc]
+                user.kwargs = fx.map_arg(user.kwargs, lambda a, node=node, dim=dim: dim if a is node else a)  # type: ignore[misc]
+    fxgraph.sort_topologically(builder.graph)
 
 
 def find_components(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> list[Component]:
@@ -111,7 +123,7 @@ def find_components(graph: fx.Graph, layouts: Layouts, heads: list[Head], backwa
             node = parents[node]
         return node
 
-    members = {n for n in graph.nodes if n in layouts or n in layouts.conflicts or target_of(n) in MULTIPLE}
+    members = {n for n in graph.nodes if n in layouts or n in layouts.conflicts or target_of(n) in MULTIPLE | SPLITS}
     for node in members:
         for a in node.all_input_nodes:
             if a in members:
@@ -259,14 +271,13 @@ def emit_calls(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], se
     return results
 
 
-def replace(builder: GraphBuilder, exit: Exit, calls: dict[int, dict[int, fx.Node]], pieces: dict[int, Piece]) -> None:
+def replace(builder: GraphBuilder, exit: Exit, calls: dict[int, dict[int, fx.Node]]) -> None:
     """Puts what the programs return in the place of an exit."""
     node, total = exit.node, None
     for contribution in exit.contributions:
         part = calls[id(contribution.draft)][contribution.place]
-        piece = pieces.get(id(contribution))
-        if piece is not None and exit.kind not in ("outer", "outer_t", "total"):
-            part = _cut_out(builder, part, piece)
+        if contribution.piece is not None and exit.kind not in ("outer", "outer_t", "total"):
+            part = _cut_out(builder, part, contribution.piece)
         if exit.kind == "contract":
             part = _land(builder, part, contribution, numel(exit.rows))
         total = part if total is None else builder.call(aten.add.Tensor, total, part)

@@ -34,18 +34,23 @@ def compiled(function: Callable[..., Any] = log_probs, **more: Any) -> Callable[
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_gradcheck(bias: bool) -> None:
-    h, w, y = arguments(torch.float64)
-    b = torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
+    rows, features, words = 5, 3, 7  # a perturbed run for each input element
+    generator = torch.Generator().manual_seed(1)
+    h, w, b = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((rows, features), (words, features), (words,))
+    )
+    y = torch.randint(0, words, (rows,), generator=generator)
 
     def function(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(h, w, b if bias else None) / 0.8
         lp = logits.log_softmax(-1)
         return lp.gather(-1, y.unsqueeze(-1)).squeeze(-1), -(lp.exp() * lp).sum(-1)
 
-    facts = harness.Graphs(frozenset({V}), frozenset({H}))
-    call = harness.compiled(function, 5 * V * 8)
+    facts = harness.Graphs(frozenset({words}), frozenset({features}))
+    call = harness.compiled(function, 2 * words * 8)
     with harness.recording(facts):
-        assert torch.autograd.gradcheck(call, (h, w, b.requires_grad_(bias)), fast_mode=False)
+        assert torch.autograd.gradcheck(call, (h, w, b.requires_grad_(bias)))
     harness.assert_streamed(facts)
 
 

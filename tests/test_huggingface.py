@@ -45,11 +45,11 @@ def own_loss(network: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def policy_loss(network: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the tokens as RL scripts take them, with an on-policy ratio."""
+    """Log-probabilities of the tokens as RL scripts take them, weighted by the sequence's advantage."""
     logits = network(input_ids=tokens).logits[:, :-1].float() / 0.9
     log_probs = torch.gather(logits.log_softmax(-1), -1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
     advantages = torch.tensor([1.0, -0.5])
-    return -(torch.exp(log_probs - log_probs.detach()) * advantages[:, None]).mean()
+    return -(log_probs * advantages[:, None]).mean()
 
 
 def train(loss_of: Any, network: Any) -> list[float]:

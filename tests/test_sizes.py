@@ -107,7 +107,7 @@ def assert_right(draw: Draw, dynamic: bool | None) -> None:
 
 # Examples are derived from the test, so that a run in CI is the same run each time.
 bounded = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 
 

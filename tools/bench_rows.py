@@ -57,22 +57,26 @@ def programs(dtype: str, accumulate: str) -> tuple[str, str]:
 
 
 class Bench:
-    """Times functions of one device; the peak is device memory on CUDA, growth of the resident set's maximum on the CPU."""
+    """Times functions of one device.
+
+    On the CPU: processor time on one thread, which other load on the machine moves little; peak is the growth of the resident set's
+    maximum.  On CUDA: events, and peak device memory.
+    """
 
     def __init__(self, device: str, repeats: int):
         self.device, self.repeats = device, repeats
 
     def __call__(self, fn: Callable[[], Any]) -> tuple[float, float]:
-        for _ in range(2):
+        for _ in range(2 if self.device == "cuda" else 1):
             fn()
         gc.collect()
         times = []
         if self.device != "cuda":
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             for _ in range(self.repeats):
-                start = time.perf_counter()
+                start = time.process_time()
                 fn()
-                times.append((time.perf_counter() - start) * 1e3)
+                times.append((time.process_time() - start) * 1e3)
             return min(times), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -111,6 +115,8 @@ def main() -> None:
     n, h, v = (int(part) for part in args.shape.split(","))
     dtype, device = getattr(torch, args.dtype), args.device
     torch.manual_seed(0)
+    if device == "cpu":
+        torch.set_num_threads(1)
     bench = Bench(device, args.repeats)
     x = torch.randn(n, h, device=device).to(dtype)
     w = (torch.randn(v, h, device=device) * h**-0.5).to(dtype)

@@ -1,10 +1,11 @@
-"""A small GRPO run, twice from the same weights and seed: eager, and through ``torch.compile(loss, backend="inductor_grpo")``.
+"""A small GRPO run, twice from the same weights and seed: eager, and through ``backend="inductor_grpo"``.
 
     python -m inductor_grpo.tools.demo [--steps 30] [--seed 0] [--device cpu] [--backend inductor_grpo] [--json]
 
-Task: eight numbers are given, the model answers with their running totals (``3 5 1 ... -> 3 8 9 ...``), each number one
-token.  The checker ends an answer at its first wrong total; the reward is the share of right totals.  A short supervised
-warm-up gives both runs the same starting point.  Each run has a process of its own, so that peak memory is its own.
+Task: eight numbers are given, the model answers with their running totals (``3 5 1 ... -> 3 8 9 ...``), each number
+one token.  The checker ends an answer at its first wrong total; the reward is the share of right totals.  A short
+supervised warm-up gives both runs the same starting point.  Each run has a process of its own, so that peak memory is
+its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Everything a run depends on; ``vocab`` exceeds what the task needs, so that the head weighs as much as in a real model."""
+    """Everything a run depends on.
+
+    ``vocab`` exceeds what the task needs, so that the head weighs as much as in a real model.
+    """
 
     steps: int = 30
     seed: int = 0
@@ -49,7 +53,7 @@ class Setup:
     prompts: int = 64
     group: int = 8
     updates: int = 2  # optimizer updates for each batch of rollouts
-    warmup: int = 120
+    warmup: int = 80
     warmup_batch: int = 128
     lr: float = 5e-4
 
@@ -64,7 +68,7 @@ class Setup:
         return self.vocab - 1
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------------------------ the model
 
 
 class Block(nn.Module):
@@ -82,11 +86,12 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Model(nn.Module):
-    """A decoder-only transformer; ``features`` gives hidden ``[B, T, H]``, ``lm_head`` maps it to logits ``[B, T, V]``."""
+    """A decoder-only transformer: ``features`` gives hidden ``[B, T, H]``, ``lm_head`` makes it logits ``[B, T, V]``."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -100,10 +105,11 @@ class Model(nn.Module):
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        normed: Tensor = self.norm(x)
+        return normed
 
 
-# ------------------------------------------------------------------------------------------------------- what is trained
+# ------------------------------------------------------------------------------------------------------ what is trained
 
 
 def grpo_loss(model: Model, tokens: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -122,7 +128,7 @@ def grpo_loss(model: Model, tokens: Tensor, old_logp: Tensor, advantages: Tensor
 
 
 def problems(setup: Setup, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``count`` prompts ``[count, NUMBERS + 1]`` (the numbers 1 to 9 and a separator) and their totals ``[count, NUMBERS]``."""
+    """Prompts ``[count, NUMBERS + 1]`` (numbers from 1 to 9 and a separator) and their totals ``[count, NUMBERS]``."""
     numbers = torch.randint(1, 10, (count, NUMBERS), generator=generator)
     separator = torch.full((count, 1), setup.separator)
     return torch.cat([numbers, separator], 1).to(setup.device), numbers.cumsum(1).to(setup.device)
@@ -132,22 +138,24 @@ def problems(setup: Setup, count: int, generator: torch.Generator) -> tuple[Tens
 def rollout(model: Model, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Samples answers at temperature 1: tokens ``[B, 2 * NUMBERS + 1]`` and the log-probs ``[B, NUMBERS]`` they had.
 
-    One uniform number per token and the inverse of the distribution function: two models that are equal up to rounding
-    sample the same tokens.
+    The largest of probability / exponential noise is a sample, and one that rounding hardly ever tips: models that are
+    equal up to rounding, given equal generators, sample the same tokens.
     """
-    tokens, logps = prompts, []
-    for _ in range(NUMBERS):
+    tokens, logps, apart = prompts, [], 128
+    # All positions read one table of noise, each from its own start: the few numbers that matter never share an entry.
+    vocab = model.lm_head.out_features
+    noise = torch.empty(len(prompts), vocab + apart * NUMBERS).exponential_(generator=generator).to(prompts.device)
+    for position in range(NUMBERS):
         logp = F.log_softmax(model.lm_head(model.features(tokens)[:, -1]), dim=-1)
-        cumulative = logp.exp().cumsum(-1)
-        point = torch.rand(len(tokens), 1, generator=generator).to(tokens.device) * cumulative[:, -1:]
-        choice = torch.searchsorted(cumulative, point).clamp(max=logp.shape[-1] - 1)
+        window = noise[:, position * apart : position * apart + vocab]
+        choice = (logp - window.log()).argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, choice], 1)
         logps.append(logp.gather(1, choice))
     return tokens, torch.cat(logps, 1)
 
 
 def check(tokens: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Reward ``[B]``: the share of totals that are right before the first wrong one; mask ``[B, NUMBERS]``: up to there."""
+    """Reward ``[B]``: the share of totals before the first wrong one; mask ``[B, NUMBERS]``: up to that one."""
     right = (tokens[:, NUMBERS + 1 :] == totals).float().cumprod(1)
     mask = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], 1)
     return right.mean(1), mask
@@ -160,7 +168,7 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def warm_up(setup: Setup) -> dict[str, Tensor]:
-    """A short supervised training on right answers, which leaves much for the rewards to improve; returns the weights."""
+    """A short supervised training on right answers, which leaves much to improve; returns the weights."""
     torch.manual_seed(setup.seed)
     model = Model(setup).to(setup.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -175,14 +183,14 @@ def warm_up(setup: Setup) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-# ------------------------------------------------------------------------------------------- one run, in its own process
+# ------------------------------------------------------------------------------------------ one run, in its own process
 
 
 def train(setup: Setup, weights: dict[str, Tensor], compiled: bool) -> Iterator[dict[str, Any]]:
     """Yields one record for each step and a last one with what was measured."""
     model = Model(setup).to(setup.device)
     model.load_state_dict(weights)
-    # Adam divides by the gradient's size: without this eps, gradients that are only rounding noise would become full steps.
+    # Adam divides by the gradient's size: with a smaller eps, gradients that are only rounding noise become full steps.
     optimizer = torch.optim.Adam(model.parameters(), lr=setup.lr, eps=1e-6)
     loss_fn: Callable[..., Tensor] = grpo_loss
     if compiled:
@@ -268,7 +276,7 @@ def peak_memory(device: str) -> dict[str, int]:
     return peaks
 
 
-# --------------------------------------------------------------------------------------------------- both runs, and the text
+# ---------------------------------------------------------------------------------------------- both runs, and the text
 
 
 def run(setup: Setup, weights: Path, compiled: bool, show: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
@@ -340,7 +348,8 @@ def summary(data: dict[str, Any]) -> str:
         rows.append(("device memory, peak", *mib("peak_device")))
     times = eager["update_seconds"], ours["update_seconds"]
     rows.append(("time of an update, median", f"{times[0]:.3f} s", f"{times[1]:.3f} s", f"{times[1] / times[0]:.2f}x"))
-    rows.append(("first update (compiles)", f"{eager['first_update_seconds']:.1f} s", f"{ours['first_update_seconds']:.1f} s", ""))
+    firsts = eager["first_update_seconds"], ours["first_update_seconds"]
+    rows.append(("first update (compiles)", f"{firsts[0]:.1f} s", f"{firsts[1]:.1f} s", ""))
     lines = ["| {:36} | {:>16} | {:>16} | {:>6} |".format(*row) for row in rows]
     lines.insert(1, "|" + "|".join("-" * (n + 2) for n in (36, 16, 16, 6)) + "|")
     gone = ours["largest_allocation"] < data["logits_bytes"]
@@ -359,13 +368,14 @@ def summary(data: dict[str, Any]) -> str:
 
 def arguments(argv: list[str] | None) -> tuple[Setup, bool]:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(prog="python -m inductor_grpo.tools.demo", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="inductor_grpo.tools.demo", description=(__doc__ or "").splitlines()[0])
     sizes = ("steps", "seed", "vocab", "prompts", "group", "warmup")
     for name in sizes:
         parser.add_argument(f"--{name}", type=int, default=getattr(Setup, name), help="default: %(default)s")
     parser.add_argument("--device", default=Setup.device, help="cpu or cuda; default: %(default)s")
     parser.add_argument("--backend", default=Setup.backend, help="of the second run; default: %(default)s")
-    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for torch.compile, e.g. grpo.require=true")
+    of_compile = "an option of torch.compile, such as grpo.require=true; may be repeated"
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=of_compile)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     given = parser.parse_args(argv)
     options = {}
@@ -386,8 +396,9 @@ def main(argv: list[str] | None = None) -> int:
     setup, as_json = arguments(argv)
     say: Callable[[str], None] = (lambda text: None) if as_json else (lambda text: print(text, flush=True))
     say(
-        f"{setup.prompts} prompts x {setup.group} answers x {NUMBERS} tokens, vocabulary {setup.vocab}, {setup.updates} updates a step, "
-        f"on {setup.device}; torch {torch.__version__}\nwarm-up: {setup.warmup} supervised steps; then eager:"
+        f"{setup.prompts} prompts x {setup.group} answers x {NUMBERS} tokens, vocabulary {setup.vocab}, "
+        f"{setup.updates} updates a step, {setup.device}, torch {torch.__version__}\n"
+        f"warm-up: {setup.warmup} supervised steps; then eager:"
     )
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
