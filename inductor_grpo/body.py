@@ -1,8 +1,8 @@
 """The body of a chunk program as something to call: compiled once with a symbolic row count, or run in eager mode.
 
-A *chunk step* is ``body`` plus what is done with its values that needs no matmul: row sinks are written to their slice of the
-output, total sinks are added to their sum, and a value that a matmul will read is written over the logits it came from when
-dtype and width allow, so that no second ``[n, V]`` tensor exists.
+A *chunk step* is ``body`` plus what is done with its values that needs no matmul: row sinks are written to their slice
+of the output, total sinks are added to their sum, and a value that a matmul will read is written over the logits it
+came from when dtype and width allow, so that no second ``[n, V]`` tensor exists.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ log = logging.getLogger("inductor_grpo")
 MATMUL_KINDS = ("contract", "outer", "outer_t")
 # Compiled variants of one body: beyond this the sizes it sees defeat compilation, and eager is the better answer.
 MAX_VARIANTS = 8
-# The row count a body is tuned for: fixed, so that its code (and the key of its cache entry) does not depend on the first call.
+# The row count a body is tuned for: fixed, so that neither its code nor its cache entry depends on the first call.
 HINT_ROWS = 1024
+# An eager body makes about ten [n, V] temporaries, so it sees so many bytes of logits at a time.
+EAGER_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -107,12 +109,12 @@ def step(
     syms: Any,
     targets: Sequence[Tensor],
     widths: dict[int, Any],
-    write_back: bool,
 ) -> list[Tensor | None]:
     """Runs the body on one chunk and stores what needs no matmul.
 
-    ``targets``: for a row sink its ``[n, c]`` slice, for a total sink its ``[1, c]`` running sum.  ``widths``: columns of each operand.
-    Returns for each of ``plan.operands`` the dense ``[n, c]`` tensor, or None where it was written over a logits buffer.
+    ``targets``: for a row sink its ``[n, c]`` slice, for a total sink its ``[1, c]`` running sum.
+    ``widths``: the columns of each operand.
+    Returns for each of ``plan.operands`` the dense ``[n, c]`` tensor, or None where it went over a logits buffer.
     """
     values = load(program.body)(n, logits, rows, whole, syms)
     # All reads come before all writes: a write may change the logits.
@@ -123,15 +125,14 @@ def step(
             value = _dense(value, n, target.shape[1]).sum(0, keepdim=True, dtype=target.dtype)
             value = torch.ops.aten.add.Tensor(target, value)
         stores.append((target, value))
-    placed = dict(plan.in_place) if write_back else {}
+    placed = dict(plan.in_place)
     results: list[Tensor | None] = []
     for operand in plan.operands:
-        value = values[operand]
         if operand in placed:
-            stores.append((logits[placed[operand]], value))
+            stores.append((logits[placed[operand]], values[operand]))
             results.append(None)
         else:
-            results.append(_dense(value, n, widths[operand]))
+            results.append(_dense(values[operand], n, widths[operand]))
     del values
     for target, value in stores:
         if value is not target:
@@ -149,7 +150,6 @@ class Body:
         self.specs = tuple(specs)
         self._eager = not compiled
         self._failed = False
-        self._lock = threading.Lock()
         self._variants: list[codegen.Compiled] = []
         self._chosen: dict[tuple[int, ...], codegen.Compiled | None] = {}
 
@@ -163,21 +163,10 @@ class Body:
         targets: Sequence[Tensor],
         widths: dict[int, int],
     ) -> list[Tensor]:
-        """Runs one chunk of ``n`` rows; see :func:`step`.  ``rows`` and ``whole`` hold only what the body uses."""
+        """Runs one chunk, see :func:`step`; ``rows``, ``whole`` and ``syms`` hold only what the body uses."""
         compiled = None if self._eager else self._variant(n, syms, widths)
         if compiled is None:
-            results = step(
-                self.program,
-                self.plan,
-                n,
-                logits,
-                _Placed(self.uses.rows, rows),
-                _Placed(self.uses.whole, whole),
-                _Placed(self.uses.syms, syms),
-                targets,
-                widths,
-                write_back=False,
-            )
+            results = self._run_eager(n, logits, rows, whole, syms, targets, widths)
         else:
             results = list(compiled([n, *syms, *logits, *rows, *whole, *targets]))
         placed = dict(self.plan.in_place)
@@ -185,6 +174,40 @@ class Body:
             logits[placed[operand]] if result is None else result
             for operand, result in zip(self.plan.operands, results, strict=True)
         ]
+
+    def _run_eager(
+        self,
+        n: int,
+        logits: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        syms: Sequence[int],
+        targets: Sequence[Tensor],
+        widths: dict[int, int],
+    ) -> list[Tensor | None]:
+        """The step without generated code, a few rows at a time so that its temporaries stay small."""
+        wide = [*logits, *rows]
+        row_bytes = max((t.shape[1] * t.element_size() for t in wide), default=1)
+        kind = wide[0].device.type if wide else "cpu"
+        size = max(1, EAGER_BYTES.get(kind, EAGER_BYTES["cuda"]) // max(1, row_bytes))
+        parts: list[list[Tensor | None]] = []
+        per_row = [self.program.sinks[position].kind == "row" for position in self.plan.targets]
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            parts.append(
+                step(
+                    self.program,
+                    self.plan,
+                    stop - start,
+                    [t[start:stop] for t in logits],
+                    _Placed(self.uses.rows, [t[start:stop] for t in rows]),
+                    _Placed(self.uses.whole, whole),
+                    _Placed(self.uses.syms, syms),
+                    [t[start:stop] if by_row else t for t, by_row in zip(targets, per_row, strict=True)],
+                    widths,
+                )
+            )
+        return [None if pieces[0] is None else torch.cat(pieces) for pieces in zip(*parts, strict=True)]  # type: ignore[arg-type]
 
     @property
     def uncompiled(self) -> bool:
@@ -201,11 +224,11 @@ class Body:
             return self._chosen[values]
         if codegen.capturing():
             return None  # code cannot be loaded or tuned during capture; nothing is remembered, the next call compiles
-        with codegen.compile_lock(), self._lock:
+        with codegen.compile_lock():
             if values in self._chosen:
                 return self._chosen[values]
-            # One row runs the code of two: the body is row-local, so what the tracer derives from n >= 2 (which stride of a
-            # size-1 dimension counts) does not touch values.
+            # One row runs the code of two: the body is row-local, so what the tracer derives from n >= 2 (which stride
+            # of a size-1 dimension counts) does not touch values.
             tested = (max(n, 2), *syms)
             found = next((v for v in self._variants if v.holds(tested)), None)
             if found is None and not self._eager:
@@ -225,7 +248,9 @@ class Body:
         for rows in dict.fromkeys((HINT_ROWS, n)):  # the real row count only where a guard tells it from the usual one
             try:
                 compiled = codegen.compile_body(
-                    functools.partial(self._flat, dict(widths)), list(zip(names, (rows, *syms), strict=True)), self.specs
+                    functools.partial(self._flat, dict(widths)),
+                    list(zip(names, (rows, *syms), strict=True)),
+                    self.specs,
                 )
             except Exception as error:
                 self._give_up(f"{type(error).__name__}: {error}")
@@ -255,7 +280,6 @@ class Body:
             _Placed(self.uses.syms, syms),
             args[start:],
             widths,
-            write_back=True,
         )
 
     def _give_up(self, reason: str) -> None:

@@ -109,8 +109,13 @@ class Emitter:
         """``[n, V]`` logits."""
         hidden = self.draft.row_index(head.hidden_rows(self.builder), rowmap)
         weight = self.draft.whole_index(head.weight_columns(self.builder))
-        bias = None if head.bias is None else self.draft.whole_index(head.bias)
-        return self.draft.project(Projection(hidden, weight, bias))
+        if head.bias is None or head.factors == (1, 1):
+            bias = None if head.bias is None else self.draft.whole_index(head.bias)
+            return self.draft.project(Projection(hidden, weight, bias))
+        alpha, beta = head.factors
+        logits = self.call(aten.mul.Tensor, self.draft.project(Projection(hidden, weight)), alpha)
+        columns = self.builder.view(head.bias, [1, head.vocabulary])
+        return self.call(aten.add.Tensor, logits, self.call(aten.mul.Tensor, self.draft.whole(columns), beta))
 
     def operand(self, x: Any, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> Any:
         """An argument of a node of shape ``sizes`` with vocabulary dimension ``vocab``, in canonical form."""
@@ -131,11 +136,14 @@ class Emitter:
         if layout is None and target_of(x) is aten.full.default and shape(x):
             return self._constant(x, x.args[1])
         if layout is None and target_of(x) is aten.expand.default:
-            source: fx.Node = x.args[0]  # type: ignore[assignment]
-            if shape(source):
-                return self.operand(source, sizes, vocab, rowmap)
-            return self.call(aten.reshape.default, self.draft.whole(source), [1, 1])  # stays dimensioned, as the user's was
-        return self._outer(x, sizes, vocab, rowmap)
+            return self.spread(x.args[0], sizes, vocab, rowmap)  # type: ignore[arg-type]
+        return self.outer(x, sizes, vocab, rowmap)
+
+    def spread(self, x: fx.Node, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> fx.Node:
+        """An operand that is expanded to ``sizes``; a 0-dim one stays dimensioned, as the user's was (types promote so)."""
+        if shape(x):
+            return self.operand(x, sizes, vocab, rowmap)
+        return self.call(aten.reshape.default, self.draft.whole(x), [1, 1])
 
     def _constant(self, x: fx.Node, fill: Any) -> fx.Node:
         if isinstance(fill, fx.Node):
@@ -152,7 +160,7 @@ class Emitter:
             return self.draft.whole(tensor)
         raise self.region.refuse(x, "NO_ROW_RULE", f"an argument of type {type(value(x)).__name__} cannot be streamed")
 
-    def _outer(self, x: fx.Node, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> fx.Node:
+    def outer(self, x: fx.Node, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> fx.Node:
         """A tensor from outside of the region, aligned to ``sizes`` from the right."""
         b, own = self.builder, shape(x)
         if not own:

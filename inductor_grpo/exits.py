@@ -19,7 +19,7 @@ from .emit import Emitter, Region
 from .graph import GraphBuilder, Size, arg, aten, is_one, is_tensor, numel, prims, same_sizes, shape, target_of, value
 from .program import SinkKind
 from .rowmap import RowMap, Step
-from .rules.indexing import index_list
+from .rules.indexing import index_list, row_fill_vocab
 from .rules.reductions import WHOLE, Reduction, reduced_dims
 from .rules.selection import SelectionScatter, cat_dim, cat_steps, row_step_of_scatter
 from .rules.views import Identity, Permute, View
@@ -88,7 +88,7 @@ def make_exit(region: Region, node: fx.Node) -> Exit | None:
         columns = e.builder.dim(layouts.columns(node))
         place = e.draft.keep(Output("row", e.value(node, RowMap()), columns, value(node).dtype))
         return Exit(node, "row", layouts.rows(node), [Contribution(e.draft, place)], _row_shape(node, layouts[node].vocab))
-    if target_of(node) in (aten.mm.default, aten.bmm.default):
+    if target_of(node) is aten.mm.default:
         return _contraction(region, node)
     if target_of(node) in WHOLE or target_of(node) in RULES and isinstance(RULES[node.target], Reduction):
         return _reduction(region, node)
@@ -139,13 +139,6 @@ def _contraction(region: Region, node: fx.Node) -> Exit | None:
     a, b = node.args
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     layouts, builder = region.layouts, region.builder
-    batched = len(shape(node)) == 3
-    if batched and not is_one(shape(node)[0]):
-        return None
-
-    def matrix(x: fx.Node) -> fx.Node:
-        return builder.call(aten.select.int, x, 0, 0) if batched else x
-
     left, right = layouts.is_wide(a), layouts.is_wide(b)
     if left and right:
         return None
@@ -153,9 +146,9 @@ def _contraction(region: Region, node: fx.Node) -> Exit | None:
     vocab = layouts[wide].vocab
     contracts_vocabulary = vocab == len(shape(wide)) - (1 if left else 2)
     if contracts_vocabulary:  # d @ W, or W.T @ d.T
-        weight = matrix(b) if left else builder.permute(matrix(a), [1, 0])
+        weight = b if left else builder.permute(a, [1, 0])
         return _sum(region, node, wide, "contract", weight, terms(region, wide), transposed=not left)
-    hidden = matrix(b) if left else builder.permute(matrix(a), [1, 0])
+    hidden = b if left else builder.permute(a, [1, 0])
     return _sum(region, node, wide, "outer" if left else "outer_t", hidden, terms(region, wide))
 
 
@@ -194,7 +187,7 @@ def terms(region: Region, x: fx.Node) -> list[Term]:
     if x.target is aten.cat.default and cat_dim(x) != layouts[x].vocab:
         steps = cat_steps(_emitter(region, x), x)
         return [t for part, step in zip(x.args[0], steps) if not _is_zero(part) for t in _inside(region, part, step)]  # type: ignore[arg-type]
-    if x.target is aten.index_put.default and _is_zero(inner) and scatters_rows(x, layouts[x].vocab):
+    if x.target is aten.index_put.default and _is_zero(inner) and row_fill_vocab(x, layouts[x].vocab) is not None:
         return _inside(region, x.args[2], rows_step(region, x), adds=bool(arg(x, 3, "accumulate", False)))  # type: ignore[arg-type]
     if x.target is aten.add.Tensor and not x.kwargs and all(layouts.is_wide(a) and same_sizes(shape(a), shape(x)) for a in x.args):
         found = [t for a in x.args for t in terms(region, a)]  # type: ignore[arg-type]
@@ -225,13 +218,6 @@ def _along_rows(region: Region, x: fx.Node) -> bool:
 
 def _is_zero(x: Any) -> bool:
     return target_of(x) is aten.full.default and x.args[1] == 0
-
-
-def scatters_rows(x: fx.Node, vocab: int | None) -> bool:
-    """An index_put of whole rows: the gradient of a selection of rows by index."""
-    used = [d for d, index in enumerate(index_list(x)) if index is not None]
-    consecutive = used == list(range(used[0], used[-1] + 1)) if used else False
-    return consecutive and vocab not in used and is_tensor(x.args[2]) and numel(shape(x.args[2])) is not None
 
 
 def rows_step(region: Region, x: fx.Node) -> Step:

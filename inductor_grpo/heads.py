@@ -6,9 +6,9 @@ import dataclasses
 
 import torch.fx as fx
 
-from .graph import GraphBuilder, Size, arg, aten, hint, is_one, is_tensor, numel, shape, target_of
+from .graph import GraphBuilder, Size, arg, aten, hint, is_tensor, shape, target_of
 
-MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
+MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Matmul targets and the position of their first factor."""
 
 _PASSES_THROUGH = {
@@ -20,7 +20,7 @@ _PASSES_THROUGH = {
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """``node`` = hidden x weight (+ bias), with its vocabulary along dimension ``vocab`` of the result."""
+    """``node`` = alpha * hidden x weight (+ beta * bias), with its vocabulary along dimension ``vocab`` of the result."""
 
     node: fx.Node
     hidden: fx.Node
@@ -30,16 +30,16 @@ class Head:
 
     def hidden_rows(self, b: GraphBuilder) -> fx.Node:
         """Hidden as ``[N, H]``."""
-        sizes = shape(self.hidden)
-        if self.vocab == 0:
-            return b.permute(self.hidden, [1, 0])
-        return b.view(self.hidden, [numel(sizes[:-1]), sizes[-1]])
+        return b.permute(self.hidden, [1, 0]) if self.vocab == 0 else self.hidden
 
     def weight_columns(self, b: GraphBuilder) -> fx.Node:
         """The weight as ``[H, V]``."""
-        if self.vocab == 0:
-            return b.permute(self.weight, [1, 0])
-        return b.call(aten.select.int, self.weight, 0, 0) if len(shape(self.weight)) == 3 else self.weight
+        return b.permute(self.weight, [1, 0]) if self.vocab == 0 else self.weight
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """alpha and beta."""
+        return arg(self.node, 4, "alpha", 1), arg(self.node, 3, "beta", 1)
 
     @property
     def vocabulary(self) -> Size:
@@ -59,7 +59,10 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
-    """The forward matmuls that are wider than hidden: ``[N, H] x [H, V]`` with V > H, in either orientation."""
+    """The forward matmuls that are wider than hidden: ``[N, H] x [H, V]`` with V > H, in either orientation.
+
+    Of heads with very different V only the widest count: a low-rank update of a weight or a layer of the network is no head.
+    """
     heads = []
     for node in graph.nodes:
         target = target_of(node)
@@ -68,7 +71,8 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
         head = _as_head(node, MATMULS[target])
         if head is not None:
             heads.append(head)
-    return heads
+    widest = max((hint(h.vocabulary) for h in heads), default=0)
+    return [h for h in heads if hint(h.vocabulary) * 2 > widest]
 
 
 def _as_head(node: fx.Node, first: int) -> Head | None:
@@ -77,29 +81,16 @@ def _as_head(node: fx.Node, first: int) -> Head | None:
     bias: fx.Node | None = None
     if first == 1:
         bias = node.args[0]  # type: ignore[assignment]
-        if arg(node, 3, "beta", 1) != 1 or arg(node, 4, "alpha", 1) != 1 or len(shape(bias)) != 1:
+        if len(shape(bias)) != 1:
             return None
     wide_right, wide_left = hint(columns) > hint(inner), hint(rows) > hint(inner)
-    if target_of(node) is aten.bmm.default and not _is_batch_of_one(node, b):
-        return None
-    if wide_right and not (wide_left and _is_parameter(a) and not _is_parameter(b)):
-        return Head(node, a, b, bias, len(shape(node)) - 1)  # type: ignore[arg-type]
-    if wide_left and first == 0 and target_of(node) is aten.mm.default and _is_parameter(a) and not _is_parameter(b):
-        return Head(node, b, a, None, 0)  # type: ignore[arg-type]
-    return None
-
-
-def _is_batch_of_one(node: fx.Node, weight: object) -> bool:
-    """One batch, or one weight that is repeated for every batch."""
-    if is_one(shape(node)[0]):
-        return True
-    while isinstance(weight, fx.Node) and target_of(weight) in _PASSES_THROUGH:
-        if target_of(weight) is aten.expand.default:
-            source = shape(weight.args[0])
-            return len(source) < len(shape(weight)) or is_one(source[0])
-        weight = weight.args[0]
-    return False
+    prefers_left = wide_left and first == 0 and _is_parameter(a) and not _is_parameter(b)
+    if wide_right and not prefers_left:
+        return Head(node, a, b, bias, 1)  # type: ignore[arg-type]
+    return Head(node, b, a, None, 0) if prefers_left else None  # type: ignore[arg-type]
 
 
 def _is_parameter(node: object) -> bool:
-    return isinstance(node, fx.Node) and len(shape(node)) == 2 and weight_root(node).op in ("placeholder", "get_attr")
+    """A matrix that the caller hands in (through views and casts)."""
+    root = weight_root(node) if isinstance(node, fx.Node) else None
+    return root is not None and root.op in ("placeholder", "get_attr") and len(shape(root)) == 2

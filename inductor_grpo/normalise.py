@@ -7,7 +7,8 @@ from typing import Any
 import torch.fx as fx
 
 from ._compat import fxgraph
-from .graph import GraphBuilder, arg, aten, same, same_sizes, shape, target_of
+from .depth import after_tangent
+from .graph import GraphBuilder, arg, aten, is_one, same, same_sizes, shape, target_of
 
 
 def normalise(graph: fx.Graph) -> fx.Graph:
@@ -22,8 +23,57 @@ def normalise(graph: fx.Graph) -> fx.Graph:
     fxgraph.remove_noops(copy)
     copy = fxgraph.common_subexpressions(copy)
     _resolve_reads_of_writes(copy)
+    _flatten_batched_matmuls(copy)
     copy.eliminate_dead_code()
     return copy
+
+
+def _flatten_batched_matmuls(graph: fx.Graph) -> None:
+    """Matmuls of a batch with one weight become matmuls of all its rows, and sums over the batch matmuls over all rows."""
+    batched = [n for n in graph.nodes if target_of(n) is aten.bmm.default]
+    if not batched:
+        return
+    builder = GraphBuilder(graph, after_tangent(graph))
+    for node in batched:
+        result, flat = node, _as_one_matmul(builder, node)
+        if flat is None and len(node.users) == 1:
+            result = next(iter(node.users))
+            flat = _as_sum_over_batch(builder, result)
+        if flat is not None:
+            flat.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+            result.replace_all_uses_with(builder.view(flat, shape(result)))
+    fxgraph.sort_topologically(graph)
+
+
+def _as_one_matmul(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
+    left, right = node.args
+    (batch, rows, inner), columns = shape(left), shape(right)[-1]
+    if is_one(batch):
+        return b.call(aten.mm.default, b.view(left, [rows, inner]), b.view(right, [inner, columns]))  # type: ignore[arg-type]
+    weight = _repeated(b, right)
+    if weight is None:
+        return None
+    return b.call(aten.mm.default, b.view(left, [batch * rows, inner]), weight)  # type: ignore[arg-type]
+
+
+def _repeated(b: GraphBuilder, x: Any) -> fx.Node | None:
+    """The matrix that a batch repeats, or None."""
+    if target_of(x) is aten.permute.default and x.args[1] == [0, 2, 1]:
+        inner = _repeated(b, x.args[0])
+        return None if inner is None else b.permute(inner, [1, 0])
+    if target_of(x) is not aten.expand.default:
+        return None
+    source = shape(x.args[0])
+    return b.view(x.args[0], source[-2:]) if len(source) == 2 or is_one(source[0]) else None
+
+
+def _as_sum_over_batch(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
+    if target_of(node) is not aten.sum.dim_IntList or list(node.args[1]) != [0] or node.kwargs.get("dtype"):  # type: ignore[call-overload]
+        return None
+    left, right = node.args[0].args  # type: ignore[union-attr]
+    (batch, rows, inner), columns = shape(left), shape(right)[-1]
+    joined = b.view(b.permute(left, [1, 0, 2]), [rows, batch * inner])  # type: ignore[arg-type]
+    return b.call(aten.mm.default, joined, b.view(right, [batch * inner, columns]))  # type: ignore[arg-type]
 
 
 def _resolve_reads_of_writes(graph: fx.Graph) -> None:

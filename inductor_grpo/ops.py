@@ -1,7 +1,7 @@
 """The custom operator ``inductor_grpo::rows``.
 
-It is opaque to Inductor's scheduler and runs one chunk program over the rows of a region.  Everything it needs is in its
-arguments, so a graph that holds it can be cached and loaded by a process that never ran the pass.
+It is opaque to Inductor's scheduler and runs one chunk program over the rows of a region.  Everything it needs is in
+its arguments, so a graph that holds it can be cached and loaded by a process that never ran the pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from inductor_grpo.program import Program
 
 NAMESPACE = "inductor_grpo"
 _SCHEMA = (
-    "rows(Tensor[] rows, Tensor[] whole, SymInt n, SymInt[] syms, str program, int chunk_bytes, str codegen) -> Tensor[]"
+    "rows(Tensor[] rows, Tensor[] whole, SymInt n, SymInt[] syms, "
+    "str program, int chunk_bytes, str codegen) -> Tensor[]"
 )
 # Any strides are taken as they come: Inductor must not copy a transposed weight or a padded hidden state for us.
-_TAGS = tuple(
-    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "flexible_layout") if hasattr(torch.Tag, name)
-)
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "flexible_layout") if hasattr(torch.Tag, name))
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -44,7 +43,8 @@ def _rows(
     chunk_bytes  upper bound for one ``[rows, V]`` buffer; 0 takes the device's default
     codegen      how the body runs: "inductor" or "eager"
 
-    Returns one fresh contiguous tensor per sink.  Raises ValueError for another ``codegen`` or a negative ``chunk_bytes``.
+    Returns one fresh contiguous tensor per sink.
+    Raises ValueError for another ``codegen`` or a negative ``chunk_bytes``.
     """
     if codegen not in ("inductor", "eager"):
         raise ValueError(f"codegen must be 'inductor' or 'eager', not {codegen!r}")

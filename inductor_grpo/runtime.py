@@ -14,8 +14,11 @@ from inductor_grpo._compat import codegen
 from inductor_grpo.program import Program, Sink
 
 MIB = 2**20
-# Bytes of one [rows, V] buffer by default; tools/bench_rows.py measures them.
-DEFAULT_CHUNK_BYTES = {"cpu": 64 * MIB, "cuda": 640 * MIB}
+# Bytes of one [rows, V] buffer by default, from tools/bench_rows.py.  CUDA: forward programs gain nothing beyond the
+# first number.  A weight gradient's sum is read and written once a chunk, so fewer chunks pay: the second number, or
+# as much as the cast of the sum at the end takes anyway (the buffer is gone by then), up to the third.
+CPU_CHUNK_BYTES = 64 * MIB
+CUDA_CHUNK_BYTES = (384 * MIB, 640 * MIB, 1280 * MIB)
 # fp32 copies made per step of a gradient product where no kernel sums bf16 products in fp32.
 UPCAST_BYTES = 32 * MIB
 
@@ -57,12 +60,12 @@ def dtype(name: str) -> torch.dtype:
 def chunk_rows(n: int, row_bytes: int, budget: int) -> int:
     """Rows of a chunk: at most ``budget`` bytes (but one row at least), all chunks near the same size.
 
-    Large chunks are multiples of 128 or 16 rows: matmul tiles are full, and slices of row operands stay aligned.
+    Large chunks are multiples of 256 rows (full matmul tiles), small ones of 16 (aligned slices of row operands).
     """
     most = max(1, budget // max(1, row_bytes))
     if most >= n:
         return max(1, n)
-    step = 128 if most >= 512 else 16 if most >= 32 else 1
+    step = 512 if most >= 2048 else 256 if most >= 512 else 16 if most >= 32 else 1
     most -= most % step
     even = -(-n // -(-n // most))
     return -(-even // step) * step
@@ -95,8 +98,7 @@ class _Loop:
 
     def run(self, chunk_bytes: int) -> list[Tensor]:
         n, sinks = self.n, self.program.sinks
-        budget = chunk_bytes or DEFAULT_CHUNK_BYTES.get(self.device.type, DEFAULT_CHUNK_BYTES["cuda"])
-        size = chunk_rows(n, self._row_bytes(), budget)
+        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes())
         single = size >= n
         outputs: list[Tensor | None] = []
         sums: dict[int, _Sum] = {}
@@ -165,6 +167,19 @@ class _Loop:
         widest = [width * kind.itemsize for width, kind in self.logits]
         widest = widest or [t.shape[1] * t.element_size() for t in self.rows]
         return max(1, max(widest, default=1))
+
+    def _default_bytes(self) -> int:
+        if self.device.type == "cpu":
+            return CPU_CHUNK_BYTES
+        plain, summed, most = CUDA_CHUNK_BYTES
+        casts = [0]
+        for sink in self.program.sinks:
+            if sink.kind in ("outer", "outer_t"):
+                plain = summed
+                height, width = shape(sink, self.rows, self.whole, self.n, self.syms)
+                if self._sum_dtype(sink, single=False) != dtype(sink.dtype):
+                    casts.append(height * width * dtype(sink.dtype).itemsize)
+        return max(plain, min(max(casts), most))
 
     def _sum_dtype(self, sink: Sink, single: bool) -> torch.dtype:
         result = dtype(sink.dtype)

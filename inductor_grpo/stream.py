@@ -146,7 +146,7 @@ def _seed_gradients(graph: fx.Graph, layouts: Layouts, heads: list[Head], backwa
     for head in heads:
         roots.setdefault(weight_root(head.weight), head)
     for node in graph.nodes:
-        if target_of(node) not in (aten.mm.default, aten.bmm.default) or node not in backward:
+        if target_of(node) is not aten.mm.default or node not in backward:
             continue
         a, b = node.args
         head = roots.get(weight_root(b)) or roots.get(weight_root(a))

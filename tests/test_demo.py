@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from inductor_grpo.tools import demo
 
 import inductor_grpo
-from inductor_grpo.tools import demo
 
 ROOT = str(Path(inductor_grpo.__file__).parents[1])
 
@@ -45,7 +45,7 @@ def test_both_runs_agree_and_the_logits_are_gone() -> None:
     assert data["logits_bytes"] == 512 * 4096 * 4
     assert eager["largest_allocation"] == data["logits_bytes"]
     assert ours["largest_allocation"] <= data["logits_bytes"] // 4
-    assert ours["allocated_peak"] < eager["allocated_peak"] / 2
+    assert ours["allocated_peak"] < eager["allocated_peak"] - data["logits_bytes"]
     assert len(ours["report"]["rewrites"]) == 1
     assert "logits = model.lm_head(hidden).float()" in ours["report_text"]
 
@@ -65,9 +65,8 @@ def test_summary_says_when_the_logits_are_still_there() -> None:
     text = demo.summary(demo.summarise(setup, [step, end], [step, end]))
     assert "STILL THERE" in text
     assert "0.250 -> 0.250" in text and "1 of 1 steps" in text
-    assert "no tensor of that size" in demo.summary(
-        demo.summarise(setup, [step, end], [step, {**end, "largest_allocation": 1}])
-    )
+    gone = demo.summary(demo.summarise(setup, [step, end], [step, {**end, "largest_allocation": 1}]))
+    assert "no tensor of that size" in gone
 
 
 def test_checker_ends_an_answer_at_its_first_wrong_total() -> None:

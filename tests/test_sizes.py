@@ -152,3 +152,15 @@ def test_one_compile_serves_many_token_counts() -> None:
         args = dataclasses.replace(CHUNKED, time=time).args()
         eager, truth = harness.run(function, args), harness.run(function, args, wide=True)
         assert not harness.problems(harness.run(call, args), eager, truth, harness.floor(args)), time
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_square_logits_stream(dynamic: bool) -> None:
+    """As many tokens as words: a size does not say which of the two a dimension is."""
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return pick(F.linear(hidden, weight).float().log_softmax(-1), labels)
+
+    hidden, weight, labels = Draw(1, 31, 8, 31, 5, (), "gather", torch.float32).args()
+    args = (hidden.detach()[0].requires_grad_(), weight, labels[0])
+    harness.check(loss, args, dynamic=dynamic)

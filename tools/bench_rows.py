@@ -1,9 +1,10 @@
 """Time and peak memory of ``inductor_grpo::rows`` against the matmuls it cannot avoid.
 
-    python -m tools.bench_rows --device cuda --shape 8192,4096,151936 --dtype bfloat16 --chunk-mib 256,512,640,1024,1280
+    python -m inductor_grpo.tools.bench_rows --device cuda --shape 8192,4096,151936 --chunk-mib 0,256,640,1280
 
-The work is a training step on the head: selected log-probability forward, then the gradients of hidden and weight.  *floor* is its
-three matmuls alone (logits, dX, dW); the op runs four, since its backward recomputes the logits.  Peak is above the inputs.
+The work is a training step on the head: selected log-probability forward, then the gradients of hidden and weight.
+*floor* is its three matmuls alone (logits, dX, dW); the op runs four, since its backward recomputes the logits.
+Peak is above the inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ BACKWARD = """def body(n, logits, rows, whole, syms):
     v0 = torch.ops.prims.convert_element_type.default(logits[0], torch.float32)
     v1 = torch.ops.aten.sub.Tensor(v0, rows[2])
     v2 = torch.ops.aten.exp.default(v1)
-    v3 = torch.ops.prims.iota.default(syms[0], start=0, step=1, dtype=torch.int64, device=logits[0].device, requires_grad=False)
+    v3 = torch.ops.prims.iota.default(
+        syms[0], start=0, step=1, dtype=torch.int64, device=rows[1].device, requires_grad=False)
     v4 = torch.ops.aten.eq.Tensor(torch.ops.aten.unsqueeze.default(v3, 0), rows[1])
     v5 = torch.ops.prims.convert_element_type.default(v4, torch.float32)
     v6 = torch.ops.aten.sub.Tensor(v5, v2)
@@ -59,8 +61,8 @@ def programs(dtype: str, accumulate: str) -> tuple[str, str]:
 class Bench:
     """Times functions of one device.
 
-    On the CPU: processor time on one thread, which other load on the machine moves little; peak is the growth of the resident set's
-    maximum.  On CUDA: events, and peak device memory.
+    On the CPU: processor time on one thread, which other load on the machine moves little; peak is the growth of the
+    resident set's maximum.  On CUDA: events, and peak device memory.
     """
 
     def __init__(self, device: str, repeats: int):
@@ -135,20 +137,25 @@ def main() -> None:
         print(f"{label:44s} {ms:9.2f} ms {ratio:6.2f}x floor  peak +{mib:7.0f} MiB", flush=True)
         return ms
 
+    held = {
+        "logits": torch.empty(n, v, device=device, dtype=dtype),
+        "dx": torch.empty_like(x),
+        "dw": torch.empty_like(w),
+    }
+
     def floor() -> None:
-        torch.mm(x, w.t(), out=logits)
-        torch.mm(logits, w, out=dx)
-        torch.mm(logits.t(), x, out=dw)
+        torch.mm(x, w.t(), out=held["logits"])
+        torch.mm(held["logits"], w, out=held["dx"])
+        torch.mm(held["logits"].t(), x, out=held["dw"])
 
     print(f"N={n} H={h} V={v} {args.dtype} {device} torch {torch.__version__}")
-    logits, dx, dw = torch.empty(n, v, device=device, dtype=dtype), torch.empty_like(x), torch.empty_like(w)
     case("floor", floor)
-    case("one logits matmul", lambda: torch.mm(x, w.t(), out=logits))
-    del logits, dx, dw
+    case("one logits matmul", lambda: torch.mm(x, w.t(), out=held["logits"]))
+    held.clear()
     if args.eager:
         case("eager", lambda: eager_step(x, w, labels, g))
     rows = torch.ops.inductor_grpo.rows
-    last: Callable[[], Any] = floor
+    last: Callable[[], Any] | None = None
     for accumulate in args.accumulate.split(","):
         ahead, back = programs(args.dtype, accumulate)
         for mode in args.codegen.split(","):
@@ -164,7 +171,7 @@ def main() -> None:
                     text: str = back,
                     forward: Callable[[], list[torch.Tensor]] = forward,
                 ) -> list[torch.Tensor]:
-                    logp, lse = forward()
+                    _, lse = forward()
                     return rows([x, labels, lse, g], [w.t(), w], n, [v], text, chunk, mode)  # type: ignore[no-any-return]
 
                 name = f"{mode} {accumulate} {mib} MiB"
@@ -173,7 +180,7 @@ def main() -> None:
                 last = step
     fallen = sum(body.uncompiled for body in bodies.cached())
     print(f"bodies that fell back to eager: {fallen}")
-    if args.profile and device == "cuda":
+    if args.profile and last is not None and device == "cuda":
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as prof:

@@ -53,7 +53,7 @@ class Setup:
     prompts: int = 64
     group: int = 8
     updates: int = 2  # optimizer updates for each batch of rollouts
-    warmup: int = 80
+    warmup: int = 100
     warmup_batch: int = 128
     lr: float = 5e-4
 
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder-only transformer: ``features`` gives hidden ``[B, T, H]``, ``lm_head`` makes it logits ``[B, T, V]``."""
+    """A decoder-only transformer: ``features`` gives hidden ``[B, T, H]``, ``lm_head`` the logits ``[B, T, V]``."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()

@@ -2,10 +2,10 @@
 
 What is used and why it may move between releases:
 
-* ``ShapeEnv``, ``FakeTensorMode``, ``make_fx``: the public tracing entry points do not let a caller own the shape environment,
-  and ours must not specialise sizes 0 and 1.
-* ``torch._inductor.compile_fx.compile_fx_inner``: code generation without AOTAutograd; its FX graph cache makes a second
-  process cheap.
+* ``ShapeEnv``, ``FakeTensorMode``, ``make_fx``: the public tracing entry points do not let a caller own the shape
+  environment, and ours must not specialise sizes 0 and 1.
+* ``torch._inductor.compile_fx.compile_fx_inner``: code generation without AOTAutograd; its FX graph cache makes a
+  second process cheap.
 * ``torch._guards.tracing``: the FX graph cache finds the shape environment through the tracing context.
 """
 
@@ -72,7 +72,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def clean_state() -> Iterator[None]:
-    """Removes what the caller's thread may have set and tracing must not see: dispatch and function modes, grad and inference mode."""
+    """Hides what the caller's thread may have set: dispatch and function modes, grad mode, inference mode."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with (
@@ -111,7 +111,8 @@ def trace(
 ) -> tuple[torch.fx.GraphModule, list[Any], list[sympy.Symbol], Any]:
     """Traces ``fn(*symbols, *tensors)``.
 
-    ``symbols`` are (name, hint) pairs, the row count first.  Returns the graph, its fake inputs, the sympy symbols and the fake mode.
+    ``symbols`` are (name, hint) pairs, the row count first.
+    Returns the graph, its fake inputs, the sympy symbols and the fake mode.
     """
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,7 +139,10 @@ def trace(
     with mode:
         fakes = [
             torch.empty_strided(
-                [rows if size is None else size for size in spec.shape], spec.stride, dtype=spec.dtype, device=spec.device
+                [rows if size is None else size for size in spec.shape],
+                spec.stride,
+                dtype=spec.dtype,
+                device=spec.device,
             )
             for spec in specs
         ]
@@ -146,9 +150,24 @@ def trace(
     return graph, [*ints, *fakes], names, mode
 
 
-def compile_body(
-    fn: Callable[..., Any], symbols: Sequence[tuple[str, int]], specs: Sequence[TensorSpec]
-) -> Compiled:
+def _settings() -> dict[str, Any]:
+    """Inductor settings that differ from the caller's while a body compiles; only those this torch has."""
+    from torch._inductor import config
+
+    settings: dict[str, Any] = {
+        "triton.cudagraphs": False,  # the caller's graph capture, if any, holds our kernels
+        "cpp_wrapper": False,
+        "freezing": False,
+        "post_grad_custom_pre_pass": None,
+        "post_grad_custom_post_pass": None,
+    }
+    if hasattr(config.triton, "prefer_nd_tiling"):
+        # [n, V] kernels without a division by V for each element: a quarter less time on an H200, the same numbers.
+        settings["triton.prefer_nd_tiling"] = True
+    return settings
+
+
+def compile_body(fn: Callable[..., Any], symbols: Sequence[tuple[str, int]], specs: Sequence[TensorSpec]) -> Compiled:
     """Traces and compiles ``fn``; the last statements of ``fn`` may be ``copy_`` into tensor arguments.
 
     Raises whatever tracing or code generation raises.
@@ -157,18 +176,11 @@ def compile_body(
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
-    settings = {
-        "triton.cudagraphs": False,
-        "cpp_wrapper": False,
-        "freezing": False,
-        "post_grad_custom_pre_pass": None,
-        "post_grad_custom_post_pass": None,
-    }
-    with compile_lock(), clean_state(), inductor_config.patch(settings):  # type: ignore[attr-defined]
+    with compile_lock(), clean_state(), inductor_config.patch(_settings()):  # type: ignore[attr-defined]
         with tracing(None):
             graph, inputs, names, mode = trace(fn, symbols, specs)
         with tracing(TracingContext(mode)):
-            call = compile_fx_inner(graph, inputs, cudagraphs=False, is_inference=True)
+            call = compile_fx_inner(graph, inputs, is_inference=True)
     guards = [guard.expr for guard in mode.shape_env.guards]
     return Compiled(call, guards, names)
 

@@ -162,7 +162,7 @@ class Index(Rule):
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         if x not in e.layouts:
-            return e._outer(node, shape(node), e.layouts[node].vocab, rowmap)
+            return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
         source, indices = e.layouts[x], index_list(node)
         vocab = source.vocab
         assert vocab is not None
@@ -184,6 +184,17 @@ class Index(Rule):
         picked = wrapped(e, e.operand(column, shape(node), None, rowmap), shape(x)[vocab])
         chosen = rowmap.then(step)
         return e.call(aten.gather.default, e.dense(x, chosen), 1, e.draft.dense(picked, 1))
+
+
+def row_fill_vocab(node: fx.Node, vocab: int) -> int | None:
+    """The vocabulary dimension of what an index_put writes into whole rows (the gradient of a selection of rows by index);
+    None when it is no such write."""
+    used = [d for d, index in enumerate(index_list(node)) if index is not None]
+    fill = node.args[2]
+    if not used or vocab in used or used != list(range(used[0], used[-1] + 1)) or not is_tensor(fill):
+        return None
+    place = vocab if vocab < used[0] else len(shape(fill)) - (len(shape(node)) - vocab)
+    return place if 0 <= place < len(shape(fill)) and same(shape(fill)[place], shape(node)[vocab]) else None
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
@@ -208,6 +219,12 @@ class IndexPut(Rule):
         layout = layouts.get(node.args[0]) or layouts.get(node)
         if layout is None or layout.vocab is None:
             return
+        fill, place = node.args[2], row_fill_vocab(node, layout.vocab)
+        if self.kind(node, layout.vocab) is None and place is not None:
+            layouts.set(node, *layout)
+            if fill not in layouts:
+                layouts.set(fill, layouts.new_space(), place)
+            return
         if self.kind(node, layout.vocab) is None:
             layouts.conflict(node, "LAYOUT", "elements of chosen rows are written; gather the log-probs of all rows and mask them")
             return
@@ -221,6 +238,8 @@ class IndexPut(Rule):
         assert isinstance(fill, fx.Node)
         base = e.operand(node.args[0], sizes, vocab, rowmap)
         adds, kind = arg(node, 3, "accumulate", False), self.kind(node, vocab)
+        if kind is None:
+            raise e.region.refuse(node, "LAYOUT", "rows of the logits are written by index; compute all rows and mask them")
         if kind == "rows":
             return self._rows(e, node, base, indices, fill, adds, vocab, rowmap)
         index = indices[vocab]

@@ -92,7 +92,7 @@ class Selection(Rule):
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         if x not in e.layouts:
-            return e._outer(node, shape(node), e.layouts[node].vocab, rowmap)
+            return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
         vocab, dim = e.layouts[x].vocab, arg(node, 1, "dim", 0) % len(shape(x))
         if dim == vocab:
             dense = e.dense(x, rowmap)

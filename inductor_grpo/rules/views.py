@@ -65,7 +65,7 @@ class View(Rule):
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         if node.args[0] not in e.layouts:
-            return e._outer(node, shape(node), e.layouts[node].vocab, rowmap)
+            return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
         return e.value(node.args[0], rowmap)  # type: ignore[arg-type]
 
 
@@ -105,7 +105,7 @@ class Permute(Rule):
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         source = e.layouts.get(x)
         if source is None:
-            return e._outer(node, shape(node), e.layouts[node].vocab, rowmap)
+            return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
         order = self.order(node)
         if self._keeps_rows(order, shape(x), source.vocab):
             return e.value(x, rowmap)
@@ -137,7 +137,7 @@ class Expand(Rule):
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         sizes, source, vocab = shape(node), e.layouts.get(x), e.layouts[node].vocab
         if source is None or source.vocab is None or source.space == e.layouts[node].space:
-            return e.operand(x, sizes, vocab, rowmap) if source is not None or shape(x) else e.operand(node, sizes, vocab, rowmap)
+            return e.spread(x, sizes, vocab, rowmap)
         parent = tuple(e.layouts.rows(x))
         rows = e.layouts.rows(node)
         step = Step(
