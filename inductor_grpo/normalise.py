@@ -8,7 +8,7 @@ import torch.fx as fx
 
 from ._compat import fxgraph
 from .depth import after_tangent
-from .graph import GraphBuilder, arg, aten, is_one, same, same_sizes, shape, target_of
+from .graph import GraphBuilder, Size, arg, aten, hint, is_one, same, same_sizes, shape, target_of
 
 
 def normalise(graph: fx.Graph) -> fx.Graph:
@@ -24,6 +24,7 @@ def normalise(graph: fx.Graph) -> fx.Graph:
     copy = fxgraph.common_subexpressions(copy)
     _resolve_reads_of_writes(copy)
     _flatten_batched_matmuls(copy)
+    _pad_short_indices(copy)
     copy.eliminate_dead_code()
     return copy
 
@@ -54,6 +55,47 @@ def _as_one_matmul(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
     if weight is None:
         return None
     return b.call(aten.mm.default, b.view(left, [batch * rows, inner]), weight)  # type: ignore[arg-type]
+
+
+def _pad_short_indices(graph: fx.Graph) -> None:
+    """Gives the index of a gather or scatter_add as many rows as the tensor that it indexes.
+
+    Torch lets it have fewer.  Two inputs whose sizes became symbolic one by one (hidden and labels) have unrelated symbols, so
+    this is how most recompiled graphs look.  The added rows pick, or add zero to, element 0 and are cut off again.
+    """
+    builder: GraphBuilder | None = None
+    for node in list(graph.nodes):
+        target = target_of(node)
+        if target not in (aten.gather.default, aten.scatter_add.default):
+            continue
+        x, index = node.args[0], arg(node, 2, "index")
+        dim, sizes, short = arg(node, 1, "dim") % max(1, len(shape(x))), shape(x), shape(index)
+        missing = [d for d in range(len(sizes)) if d != dim and not same(sizes[d], short[d])]
+        if not missing or hint(sizes[dim]) < 4 * hint(short[dim]):
+            continue
+        builder = builder or GraphBuilder(graph, after_tangent(graph))
+        longer = _padded(builder, index, sizes, missing)
+        if target is aten.gather.default:
+            result = builder.call(target, x, dim, longer)
+            for d in missing:
+                result = builder.slice(result, d, 0, short[d])
+        else:
+            src = arg(node, 3, "src")
+            if not same_sizes(shape(src), short):
+                continue
+            result = builder.call(target, x, dim, longer, _padded(builder, src, sizes, missing))
+        for key in ("stack_trace", "fwd_stack_trace"):
+            result.meta.setdefault(key, node.meta.get(key))
+        node.replace_all_uses_with(result)
+    if builder is not None:
+        fxgraph.sort_topologically(graph)
+
+
+def _padded(b: GraphBuilder, x: fx.Node, sizes: list[Size], dims: list[int]) -> fx.Node:
+    pads: list[Any] = []
+    for d in reversed(range(len(sizes))):
+        pads += [0, b.dim(sizes[d] - shape(x)[d]) if d in dims else 0]
+    return b.call(aten.constant_pad_nd.default, x, pads, 0)
 
 
 def _repeated(b: GraphBuilder, x: Any) -> fx.Node | None:

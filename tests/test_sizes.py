@@ -164,3 +164,16 @@ def test_square_logits_stream(dynamic: bool) -> None:
     hidden, weight, labels = Draw(1, 31, 8, 31, 5, (), "gather", torch.float32).args()
     args = (hidden.detach()[0].requires_grad_(), weight, labels[0])
     harness.check(loss, args, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_every_recompile_streams(dynamic: bool | None) -> None:
+    """The second compile has a symbol for each tensor's tokens, where the first one had a number or one for all."""
+    call = harness.compiled(CHUNKED.function(), 5 * 101 * 4, dynamic=dynamic)
+    for time in (9, 12, 1, 5000):
+        args = dataclasses.replace(CHUNKED, time=time, batch=1).args()
+        facts = harness.graph_facts(args)
+        with harness.recording(facts):
+            harness.run(call, args)
+        if facts.count:
+            harness.assert_streamed(facts)
