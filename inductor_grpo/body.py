@@ -34,8 +34,8 @@ EAGER_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 
 
 @functools.lru_cache(maxsize=1024)
-def load(source: str) -> Callable[..., Any]:
-    """The function ``body`` of a program's source text."""
+def load(source: str, name: str = "body") -> Callable[..., Any]:
+    """The function ``name`` of a program's source text."""
     namespace: dict[str, Any] = {
         "torch": torch,
         "device": torch.device,
@@ -44,7 +44,7 @@ def load(source: str) -> Callable[..., Any]:
         "operator": operator,
     }
     exec(compile(source, "<inductor_grpo body>", "exec"), namespace)
-    return namespace["body"]  # type: ignore[no-any-return]
+    return namespace[name]  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
     in_place: tuple[tuple[int, int], ...]  # (body value, projection whose buffer takes it)
 
 
-class _Placed:
+class Placed:
     """Sparse stand-in for an argument list: position -> value."""
 
     def __init__(self, positions: Sequence[int], values: Sequence[Any]):
@@ -200,9 +200,9 @@ class Body:
                     self.plan,
                     stop - start,
                     [t[start:stop] for t in logits],
-                    _Placed(self.uses.rows, [t[start:stop] for t in rows]),
-                    _Placed(self.uses.whole, whole),
-                    _Placed(self.uses.syms, syms),
+                    Placed(self.uses.rows, [t[start:stop] for t in rows]),
+                    Placed(self.uses.whole, whole),
+                    Placed(self.uses.syms, syms),
                     [t[start:stop] if by_row else t for t, by_row in zip(targets, per_row, strict=True)],
                     widths,
                 )
@@ -275,9 +275,9 @@ class Body:
             self.plan,
             n,
             logits,
-            _Placed(self.uses.rows, rows),
-            _Placed(self.uses.whole, whole),
-            _Placed(self.uses.syms, syms),
+            Placed(self.uses.rows, rows),
+            Placed(self.uses.whole, whole),
+            Placed(self.uses.syms, syms),
             args[start:],
             widths,
         )

@@ -50,6 +50,8 @@ class Draft:
         self.depth = depth
         self.origin = origin
         """A node of the region that it computes."""
+        self.patterns: list[str] | None = None
+        """The patterns that took part when it runs over tiles of the vocabulary; None when it runs over chunks of rows."""
         self.graph = fx.Graph()
         self.n, self._logits, self._rows, self._whole, self._syms = (
             self.graph.placeholder(name) for name in ("n", "logits", "rows", "whole", "syms")
@@ -153,7 +155,7 @@ class Draft:
             if value not in values:
                 values.append(value)
             sinks.append(self._sink(out, values.index(value), accumulate))
-        body = print_body(self.graph, values)
+        body = print_function(self.graph, "body", values)
         return Program(tuple(self.projections), body, tuple(sinks))
 
     def _sink(self, out: Output, value: int, accumulate: str) -> Sink:
@@ -168,9 +170,9 @@ class Draft:
         return Sink(out.kind, value, operand, columns, dtype, running)
 
 
-def print_body(graph: fx.Graph, values: list[fx.Node]) -> str:
-    """The source of a function of the body that returns ``values``; it needs only torch, operator, inf and nan, computes
-    nothing that is not asked for, and frees each value after its last use.
+def print_function(graph: fx.Graph, name: str, values: list[fx.Node]) -> str:
+    """The source of a function of the graph's placeholders that returns ``values``; it needs only torch, operator, inf and nan,
+    computes nothing that is not asked for, and frees each value after its last use.
 
     Raises Rejection for an argument that has no text."""
     live: set[fx.Node] = set(values)
@@ -196,13 +198,15 @@ def print_body(graph: fx.Graph, values: list[fx.Node]) -> str:
             return repr(x)
         raise Rejection("INTERNAL", f"an argument of type {type(x).__name__} cannot be written into a chunk program")
 
-    lines = ["def body(n, logits, rows, whole, syms):"]
+    parameters = ", ".join(n.name for n in graph.nodes if n.op == "placeholder")
+    lines = [f"def {name}({parameters}):"]
     for node in nodes:
         if node.target is operator.getitem:
             lines.append(f"    {names[node]} = {text(node.args[0])}[{text(node.args[1])}]")
         else:
             given = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-            lines.append(f"    {names[node]} = torch.ops.{node.target}({', '.join(given)})")
+            function = f"torch.ops.{node.target}" if isinstance(node.target, torch._ops.OpOverload) else f"operator.{node.target.__name__}"  # type: ignore[union-attr]
+            lines.append(f"    {names[node]} = {function}({', '.join(given)})")
         dead = [names[a] for a in node.all_input_nodes if last_use[a] is node and a.op != "placeholder" and a not in values]
         if dead:
             lines.append(f"    del {', '.join(dead)}")

@@ -133,8 +133,8 @@ class Emitter:
                 return self.value(x, rowmap)
             if self.layouts.is_wide(x):
                 raise self.region.refuse(x, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
-        if layout is None and target_of(x) is aten.full.default and shape(x):
-            return self._constant(x, x.args[1])
+        if layout is None and target_of(x) in (aten.full.default, aten.scalar_tensor.default):
+            return self._constant(x, x.args[1] if x.target is aten.full.default else x.args[0])
         if layout is None and target_of(x) is aten.expand.default:
             return self.spread(x.args[0], sizes, vocab, rowmap)  # type: ignore[arg-type]
         return self.outer(x, sizes, vocab, rowmap)
@@ -148,7 +148,8 @@ class Emitter:
     def _constant(self, x: fx.Node, fill: Any) -> fx.Node:
         if isinstance(fill, fx.Node):
             fill = self._scalar(fill)
-        return self.call(aten.full.default, [1, 1], fill, dtype=value(x).dtype, device=value(x).device)
+        dims = [1, 1] if shape(x) else []  # 0-dim stays 0-dim: types promote differently
+        return self.call(aten.full.default, dims, fill, dtype=value(x).dtype, device=value(x).device)
 
     def _scalar(self, x: fx.Node) -> fx.Node:
         if isinstance(value(x), torch.SymInt):

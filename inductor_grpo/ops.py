@@ -1,23 +1,24 @@
-"""The custom operator ``inductor_grpo::rows``.
+"""The custom operators ``inductor_grpo::rows`` and ``inductor_grpo::tiles``.
 
-It is opaque to Inductor's scheduler and runs one chunk program over the rows of a region.  Everything it needs is in
-its arguments, so a graph that holds it can be cached and loaded by a process that never ran the pass.
+They are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its vocabulary.
+Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a process that never ran the
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from inductor_grpo import runtime
-from inductor_grpo.program import Program
+from inductor_grpo import tiles as tile_loop
+from inductor_grpo.program import Program, TileProgram
 
 NAMESPACE = "inductor_grpo"
-_SCHEMA = (
-    "rows(Tensor[] rows, Tensor[] whole, SymInt n, SymInt[] syms, "
-    "str program, int chunk_bytes, str codegen) -> Tensor[]"
+_ARGUMENTS = (
+    "(Tensor[] rows, Tensor[] whole, SymInt n, SymInt[] syms, str program, int chunk_bytes, str codegen) -> Tensor[]"
 )
 # Any strides are taken as they come: Inductor must not copy a transposed weight or a padded hidden state for us.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "flexible_layout") if hasattr(torch.Tag, name))
@@ -46,14 +47,11 @@ def _rows(
     Returns one fresh contiguous tensor per sink.
     Raises ValueError for another ``codegen`` or a negative ``chunk_bytes``.
     """
-    if codegen not in ("inductor", "eager"):
-        raise ValueError(f"codegen must be 'inductor' or 'eager', not {codegen!r}")
-    if chunk_bytes < 0:
-        raise ValueError(f"chunk_bytes must be 0 (default) or positive, not {chunk_bytes}")
+    _check(chunk_bytes, codegen)
     return runtime.run(rows, whole, n, syms, program, chunk_bytes, codegen)
 
 
-def _rows_fake(
+def _tiles(
     rows: Sequence[Tensor],
     whole: Sequence[Tensor],
     n: int,
@@ -62,16 +60,44 @@ def _rows_fake(
     chunk_bytes: int,
     codegen: str,
 ) -> list[Tensor]:
-    """Shapes and dtypes alone, from the sinks; sizes are never compared, so no guard comes from here."""
-    some = next(iter((*rows, *whole)))
-    return [
-        torch.empty(runtime.shape(s, rows, whole, n, syms), dtype=runtime.dtype(s.dtype), device=some.device)
-        for s in Program.from_text(program).sinks
-    ]
+    """Runs a tile program (:class:`inductor_grpo.program.TileProgram`); arguments and results as those of ``rows``.
+
+    Raises RuntimeError for a label outside of the vocabulary (on CUDA: an assertion of the device)."""
+    _check(chunk_bytes, codegen)
+    return tile_loop.run(rows, whole, n, syms, program, chunk_bytes, codegen)
 
 
-_library.define(_SCHEMA, tags=_TAGS)
-_library.impl("rows", _rows, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::rows", _rows_fake, lib=_library)
+def _check(chunk_bytes: int, codegen: str) -> None:
+    if codegen not in ("inductor", "eager"):
+        raise ValueError(f"codegen must be 'inductor' or 'eager', not {codegen!r}")
+    if chunk_bytes < 0:
+        raise ValueError(f"chunk_bytes must be 0 (default) or positive, not {chunk_bytes}")
+
+
+def _fake(read: Callable[[str], Program | TileProgram]) -> Callable[..., list[Tensor]]:
+    def fake(
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        n: int,
+        syms: Sequence[int],
+        program: str,
+        chunk_bytes: int,
+        codegen: str,
+    ) -> list[Tensor]:
+        """Shapes and dtypes alone, from the sinks; sizes are never compared, so no guard comes from here."""
+        some = next(iter((*rows, *whole)))
+        return [
+            torch.empty(runtime.shape(s, rows, whole, n, syms), dtype=runtime.dtype(s.dtype), device=some.device)
+            for s in read(program).sinks
+        ]
+
+    return fake
+
+
+for _name, _kernel, _read in (("rows", _rows, Program.from_text), ("tiles", _tiles, TileProgram.from_text)):
+    _library.define(_name + _ARGUMENTS, tags=_TAGS)
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake(_read), lib=_library)
 
 rows = torch.ops.inductor_grpo.rows.default
+tiles = torch.ops.inductor_grpo.tiles.default

@@ -10,7 +10,9 @@ from .draft import Draft
 from .exits import Exit
 from .graph import hint, nbytes
 from .heads import Head
+from .program import Program, TileProgram
 from .report import Rejection, Rewrite, human
+from .tiling import as_tiles
 
 if TYPE_CHECKING:
     from .stream import Component
@@ -35,6 +37,11 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
     return None
 
 
+def tiles(draft: Draft, places: list[int], program: Program, settings: Settings) -> tuple[TileProgram, list[str]] | None:
+    """The draft as a program over tiles of the vocabulary, where that is possible and the better way to run it."""
+    return as_tiles(draft, places, program.sinks, settings)
+
+
 def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], settings: Settings) -> Rewrite:
     """The report's line for a region that was streamed."""
     own = [d for d in drafts if d.origin in component.nodes]
@@ -48,7 +55,11 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     widest = max(nbytes(n) for n in component.nodes)
     backward = any(d.depth >= TANGENT_DEPTH for d in own)
     before = max(component.logits_bytes, widest)
-    return Rewrite("engine", "two-pass" if backward else "forward", component.location, before, min(after, before), matmuls)
+    patterns = sorted({name for d in own for name in d.patterns or ()})
+    schedule = "two-pass" if backward else "forward"
+    if any(d.patterns is not None for d in own):
+        schedule += ", vocabulary tiles"
+    return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)
 
 
 DEFAULT_CHUNK_BYTES = 64 << 20

@@ -74,3 +74,41 @@ class Program:
             body=data["body"],
             sinks=tuple(Sink(**s) for s in data["sinks"]),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TileProgram:
+    """A program that runs over tiles of the vocabulary, ``logits = rows[hidden] @ whole[weight][:, start:stop]``.
+
+    ``tile``    source of ``tile(n, start, columns, logits, rows, whole, syms) -> tuple``: what one tile gives, see ``results``
+    ``results`` for each of them its use and dtype, ``"softmax/float32"``: "softmax" and "softmax_weighted" keep online statistics
+                (:mod:`inductor_grpo.online`), "sum", "max" and "min" reduce over the vocabulary, "pick" is an element that one
+                tile has and "hit" whether this tile has it (it must be found once, or the label was out of range), "wide" is
+                read by a sink
+    ``finish``  source of ``finish(n, statistics, rows, whole, syms) -> tuple``: the row values; statistics are ``[n, 1]``, in the
+                order of the results
+    ``sinks``   row sinks read finish's values; contract, outer, outer_t and total sinks read the "wide" results, numbered among
+                themselves
+    ``sliced_rows``, ``sliced_whole``  inputs with a vocabulary dimension, of which a tile sees its own columns
+    """
+
+    projections: tuple[Projection, ...]
+    tile: str
+    results: tuple[str, ...]
+    finish: str
+    sinks: tuple[Sink, ...]
+    sliced_rows: tuple[int, ...]
+    sliced_whole: tuple[int, ...]
+
+    def to_text(self) -> str:
+        """The program as JSON; equal programs give equal text."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), sort_keys=True)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def from_text(text: str) -> TileProgram:
+        """Reads what :meth:`to_text` wrote."""
+        data = json.loads(text)
+        data["projections"] = tuple(Projection(**p) for p in data["projections"])
+        data["sinks"] = tuple(Sink(**s) for s in data["sinks"])
+        return TileProgram(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})

@@ -72,7 +72,7 @@ def chunk_rows(n: int, row_bytes: int, budget: int) -> int:
 
 
 @dataclasses.dataclass
-class _Sum:
+class Sum:
     """Running sum of an outer, outer_t or total sink."""
 
     tensor: Tensor
@@ -101,7 +101,7 @@ class _Loop:
         size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes())
         single = size >= n
         outputs: list[Tensor | None] = []
-        sums: dict[int, _Sum] = {}
+        sums: dict[int, Sum] = {}
         for position, sink in enumerate(sinks):
             dims = shape(sink, self.rows, self.whole, n, self.syms)
             if sink.kind in ("row", "contract"):
@@ -112,7 +112,7 @@ class _Loop:
             fresh = self._empty(dims, kind)
             if sink.kind == "total" or n == 0:
                 fresh.zero_()
-            sums[position] = _Sum(fresh)
+            sums[position] = Sum(fresh)
         if n:
             self._chunks(size, outputs, sums)
         for position, total in sums.items():
@@ -120,7 +120,7 @@ class _Loop:
             total.tensor = outputs[position]  # type: ignore[assignment]  # frees the accumulator before the next cast
         return outputs  # type: ignore[return-value]
 
-    def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, _Sum]) -> None:
+    def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, Sum]) -> None:
         n, program, sinks = self.n, self.program, self.program.sinks
         buffers = [self._empty((size, width), kind) for width, kind in self.logits]
         widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
@@ -197,7 +197,7 @@ class _Loop:
         else:
             out.copy_(torch.mm(value, weight))
 
-    def _body(self, widths: dict[int, int], outputs: list[Tensor | None], sums: dict[int, _Sum]) -> bodies.Body:
+    def _body(self, widths: dict[int, int], outputs: list[Tensor | None], sums: dict[int, Sum]) -> bodies.Body:
         program = self.program
         rows = [(self.rows[i].shape[1], self.rows[i].dtype) for i in self.uses.rows]
         whole = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in (self.whole[i] for i in self.uses.whole)]
@@ -249,7 +249,7 @@ class _Loop:
         return tuple(i for i, s in sinks if s.kind == "row" or (s.kind == "total" and s.value not in operands))
 
 
-def add_product(total: _Sum, left: Tensor, right: Tensor) -> None:
+def add_product(total: Sum, left: Tensor, right: Tensor) -> None:
     """``total += left @ right`` where nothing is rounded to a lower precision than the sum's before it is added."""
     out = total.tensor
     first, total.empty = total.empty, False

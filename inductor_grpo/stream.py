@@ -261,12 +261,14 @@ def emit_calls(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], se
         if not used:
             continue
         program = draft.program(settings.accumulate, used)
+        op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
+        if (tiled := plan.tiles(draft, used, program, settings)) is not None:
+            tile_program, draft.patterns = tiled
+            op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
         n = builder.dim(numel(draft.rows))
-        call = builder.call(
-            torch.ops.inductor_grpo.rows.default, rows, list(draft.whole_inputs), n, list(draft.sizes), program.to_text(),
-            settings.chunk_bytes or 0, settings.codegen,
-        )  # fmt: skip
+        whole, sizes = list(draft.whole_inputs), list(draft.sizes)
+        call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, settings.codegen)
         results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
     return results
 

@@ -1,6 +1,6 @@
 """A small GRPO run, twice from the same weights and seed: eager, and through ``backend="inductor_grpo"``.
 
-    python -m inductor_grpo.tools.demo [--steps 30] [--seed 0] [--device cpu] [--backend inductor_grpo] [--json]
+    python -m inductor_grpo.tools.demo [--steps 24] [--seed 0] [--device cpu] [--backend inductor_grpo] [--json]
 
 Task: eight numbers are given, the model answers with their running totals (``3 5 1 ... -> 3 8 9 ...``), each number
 one token.  The checker ends an answer at its first wrong total; the reward is the share of right totals.  A short
@@ -42,7 +42,7 @@ class Setup:
     ``vocab`` exceeds what the task needs, so that the head weighs as much as in a real model.
     """
 
-    steps: int = 30
+    steps: int = 24
     seed: int = 0
     device: str = "cpu"
     backend: str = "inductor_grpo"

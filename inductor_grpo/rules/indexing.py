@@ -98,6 +98,16 @@ class Scatter(Rule):
         return e.call(aten.where.self, hit, src, base)
 
 
+def sum_of_one_hot(e: Emitter, x: fx.Node, rowmap: RowMap) -> fx.Node | None:
+    """The sum over the vocabulary of one element a row among zeros: that element (log_softmax's backward asks for it)."""
+    if target_of(x) is not aten.scatter_add.default or target_of(x.args[0]) is not aten.full.default or x.args[0].args[1] != 0:  # type: ignore[union-attr]
+        return None
+    vocab, src = e.layouts[x].vocab, x.args[3]
+    if vocab is None or not Scatter._is_one_hot(x, x.args[2], vocab) or not same_sizes(shape(src), shape(x.args[2])):  # type: ignore[arg-type]
+        return None
+    return e.operand(src, shape(src), vocab, rowmap)
+
+
 def index_list(node: fx.Node) -> list[fx.Node | None]:
     """The indices of an index or index_put, one for each dimension."""
     indices: list[Any] = list(node.args[1])  # type: ignore[call-overload]

@@ -62,7 +62,12 @@ class Reduction(Rule):
             layouts.set(node, layouts[node.args[0]].space, None)  # type: ignore[index]
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        return self.write(e, node, e.dense(node.args[0], rowmap))  # type: ignore[arg-type]
+        from .indexing import sum_of_one_hot
+
+        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        if node.target is aten.sum.dim_IntList and (element := sum_of_one_hot(e, x, rowmap)) is not None:
+            return element
+        return self.write(e, node, e.dense(x, rowmap))
 
     @staticmethod
     def write(e: Emitter, node: fx.Node, x: fx.Node, target: Any = None) -> fx.Node:
