@@ -176,6 +176,8 @@ class _Tiling:
             return self.tile.call_function(aten.add.Tensor, (iota, self.tile_in["start"]))
         if node.target is aten.reshape.default and self.is_wide(node):
             return self.tile.call_function(node.target, (self.in_tile(node.args[0]), [1, self.tile_in["columns"]]))  # type: ignore[arg-type]
+        if not (is_pointwise(node.target) or node.target in (aten.full.default, aten.index.Tensor, aten.reshape.default, aten.select.int)):
+            raise NotOnline(f"{node.target} needs all columns at once")
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.in_tile)  # type: ignore[misc]
         return self.tile.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
 
@@ -235,6 +237,8 @@ class _Tiling:
 
     def _pick(self, x: fx.Node, label: fx.Node) -> fx.Node:
         """``gather(x, 1, label)`` without x."""
+        if label.meta["columns"] != 1:
+            raise NotOnline("several elements of a row are gathered")
         if not self.is_wide(x):
             return self.in_finish(x)
         if is_pointwise(x.target):

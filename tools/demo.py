@@ -270,7 +270,13 @@ def forget_peak(device: str) -> None:
 def peak_memory(device: str) -> dict[str, int]:
     """Peaks in bytes: the resident set of this process and, on a GPU, what was allocated there."""
     unit = 1 if sys.platform == "darwin" else 1024
-    peaks = {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:  # on Linux ru_maxrss begins with what the parent had; this does not
+        status = Path("/proc/self/status").read_text()
+        resident = int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        pass
+    peaks = {"peak_resident": resident * unit}
     if device.startswith("cuda"):
         peaks["peak_device"] = torch.cuda.max_memory_allocated(device)
     return peaks

@@ -65,7 +65,8 @@ def _allow_other_users(pattern: Any, seen: set[int]) -> None:
 def propagate_dtypes(
     graph: fx.Graph, n: int, logits: list[tuple[torch.dtype, int]], rows: list[Any], whole: list[Any], syms: list[int]
 ) -> None:
-    """Writes ``meta["dtype"]`` of every tensor of a chunk body, found by running it on fake tensors of ``n`` rows."""
+    """Writes ``meta["dtype"]`` and ``meta["columns"]`` of every tensor of a chunk body, found by running it on fake tensors of
+    ``n`` rows."""
     mode = FakeTensorMode()
 
     def fake(sizes: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -76,6 +77,7 @@ def propagate_dtypes(
             result = super().run_node(node)
             if isinstance(result, torch.Tensor):
                 node.meta["dtype"] = result.dtype
+                node.meta["columns"] = result.shape[1] if result.dim() == 2 else 1
             return result
 
     with mode, torch.no_grad():
