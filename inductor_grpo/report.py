@@ -77,7 +77,10 @@ class Location:
 def _is_user_file(file: str) -> bool:
     own = os.path.dirname(os.path.abspath(__file__))
     libraries = (own + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
-    return not file.startswith("<") and not os.path.abspath(file).startswith(libraries)
+    path = os.path.abspath(file)
+    if path.startswith((os.path.join(own, "tools") + os.sep, os.path.join(own, "patterns") + os.sep)):
+        return True  # the demo's loss and the examples of patterns are user code
+    return not file.startswith("<") and not path.startswith(libraries)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,27 @@ MIB = 2**20
 # as much as the cast of the sum at the end takes anyway (the buffer is gone by then), up to the third.
 CPU_CHUNK_BYTES = 64 * MIB
 CUDA_CHUNK_BYTES = (384 * MIB, 640 * MIB, 1280 * MIB)
+# Columns of a vocabulary tile, and bytes of one [rows, tile] buffer of logits by default.  The width does not depend on the
+# number of rows, so that two compiled steps (for a full tile and for the last) serve every number of rows.
+TILE_COLUMNS = {"cpu": 2048, "cuda": 8192}
+TILE_BYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
 # fp32 copies made per step of a gradient product where no kernel sums bf16 products in fp32.
 UPCAST_BYTES = 32 * MIB
+
+
+def default_chunk_bytes(device: str) -> int:
+    """Bytes of one chunk of logits that a program with gradients may take by default."""
+    return CPU_CHUNK_BYTES if device == "cpu" else CUDA_CHUNK_BYTES[1]
+
+
+def tile_columns(device: str) -> int:
+    """Columns of a vocabulary tile."""
+    return TILE_COLUMNS.get(device, TILE_COLUMNS["cuda"])
+
+
+def default_tile_bytes(device: str) -> int:
+    """Bytes of one tile of logits by default."""
+    return TILE_BYTES.get(device, TILE_BYTES["cuda"])
 
 
 def run(
@@ -177,9 +196,13 @@ class _Loop:
             if sink.kind in ("outer", "outer_t"):
                 plain = summed
                 height, width = shape(sink, self.rows, self.whole, self.n, self.syms)
-                if self._sum_dtype(sink, single=False) != dtype(sink.dtype):
+                if self._sum_dtype(sink, single=False) != dtype(sink.dtype) and not self._needs_temporaries():
                     casts.append(height * width * dtype(sink.dtype).itemsize)
         return max(plain, min(max(casts), most))
+
+    def _needs_temporaries(self) -> bool:
+        """The body reduces over the vocabulary before it can write a gradient, which takes fp32 buffers of a chunk's size."""
+        return "aten.sum.dim_IntList" in self.program.body
 
     def _sum_dtype(self, sink: Sink, single: bool) -> torch.dtype:
         result = dtype(sink.dtype)

@@ -19,10 +19,6 @@ from inductor_grpo import body as bodies
 from inductor_grpo._compat import codegen
 from inductor_grpo.program import Sink, TileProgram
 
-# Columns of a tile, and bytes of one [rows, tile] buffer of logits by default.  The width does not depend on the number of rows,
-# so that two compiled steps (for a full tile and for the last) serve every number of rows.
-TILE_COLUMNS = {"cpu": 2048, "cuda": 8192}
-TILE_BYTES = {"cpu": 32 * runtime.MIB, "cuda": 256 * runtime.MIB}
 HINTS = (1024, 2048)  # rows and start that a step is tuned for
 MAX_VARIANTS = 4
 
@@ -81,9 +77,8 @@ class _Tiles:
     def _tile_shape(self, columns: int, chunk_bytes: int) -> tuple[int, int]:
         """Rows and columns of a tile of at most ``chunk_bytes`` (but one element at least)."""
         size = max(self.rows[p.hidden].element_size() for p in self.program.projections)
-        kind = "cpu" if self.device.type == "cpu" else "cuda"
-        cells = max(1, (chunk_bytes or TILE_BYTES[kind]) // size)
-        width = max(1, min(columns, TILE_COLUMNS[kind], cells))
+        cells = max(1, (chunk_bytes or runtime.default_tile_bytes(self.device.type)) // size)
+        width = max(1, min(columns, runtime.tile_columns(self.device.type), cells))
         return max(1, min(self.n, cells // width)), width
 
     def _row_block(self, first: int, last: int, columns: int, width: int, outputs: list[Tensor]) -> None:
