@@ -91,6 +91,8 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     for exit in exits:
         replace(builder, exit, calls)
     drop_dead(graph)
+    for node in effects(graph):
+        builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
     fxgraph.sort_topologically(graph)
     graph.lint()
     return Report([plan.rewrite_of(component, drafts, exits, settings) for component in chosen])
@@ -173,8 +175,8 @@ def find_exits(region: Region, refused: Any) -> list[Exit]:
     layouts, builder = region.layouts, region.builder
     original = set(builder.graph.nodes)
     exits: list[Exit] = []
-    seen: set[fx.Node] = {builder.output}
-    work = [builder.output]
+    work = [builder.output, *effects(builder.graph)]
+    seen = set(work)
 
     def need(nodes: Any) -> None:
         for node in nodes:
@@ -237,10 +239,15 @@ def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
     return region.refuse(node if Location.of(node) else wide, code, reason)
 
 
+def effects(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that do something besides returning a value: writes to inputs and buffers, assertions."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure()]
+
+
 def drop_dead(graph: fx.Graph) -> None:
-    """Erases what the output does not need, in a graph that is not sorted yet."""
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    live, work = {output}, [output]
+    """Erases what neither the output nor an effect needs, in a graph that is not sorted yet."""
+    work = [next(n for n in reversed(graph.nodes) if n.op == "output"), *effects(graph)]
+    live = set(work)
     while work:
         for a in work.pop().all_input_nodes:
             if a not in live:
