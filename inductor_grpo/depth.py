@@ -42,7 +42,9 @@ def node_depths(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, int]:
         depth = 0
         for a in node.all_input_nodes:
             layout = layouts.get(a)
-            inside = layout is None or several or (own is not None and (layouts.is_wide(a) or layout.space == own.space))
+            inside = (
+                layout is None or several or (own is not None and (layouts.is_wide(a) or layout.space == own.space))
+            )
             depth = max(depth, depths[a] + (0 if inside else 1))
         depths[node] = depth
     return depths

@@ -164,9 +164,13 @@ class Draft:
             operand = self.row_index(out.operand.node, out.operand.map)
         elif out.operand is not None:
             operand = self.whole_index(out.operand)
-        columns = out.columns if isinstance(out.columns, int) else f"s{self.sizes.setdefault(out.columns, len(self.sizes))}"
+        columns = (
+            out.columns if isinstance(out.columns, int) else f"s{self.sizes.setdefault(out.columns, len(self.sizes))}"
+        )
         dtype = str(out.dtype).removeprefix("torch.")
-        running = "float32" if accumulate == "float32" and out.dtype.itemsize < 4 and out.dtype.is_floating_point else dtype
+        running = (
+            "float32" if accumulate == "float32" and out.dtype.itemsize < 4 and out.dtype.is_floating_point else dtype
+        )
         return Sink(out.kind, value, operand, columns, dtype, running)
 
 
@@ -205,9 +209,15 @@ def print_function(graph: fx.Graph, name: str, values: list[fx.Node]) -> str:
             lines.append(f"    {names[node]} = {text(node.args[0])}[{text(node.args[1])}]")
         else:
             given = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-            function = f"torch.ops.{node.target}" if isinstance(node.target, torch._ops.OpOverload) else f"operator.{node.target.__name__}"  # type: ignore[union-attr]
+            function = (
+                f"torch.ops.{node.target}"
+                if isinstance(node.target, torch._ops.OpOverload)
+                else f"operator.{node.target.__name__}"
+            )  # type: ignore[union-attr]
             lines.append(f"    {names[node]} = {function}({', '.join(given)})")
-        dead = [names[a] for a in node.all_input_nodes if last_use[a] is node and a.op != "placeholder" and a not in values]
+        dead = [
+            names[a] for a in node.all_input_nodes if last_use[a] is node and a.op != "placeholder" and a not in values
+        ]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
     lines.append(f"    return {text(tuple(values))}" if values else "    return ()")

@@ -51,7 +51,9 @@ class Region:
         """A row value that is computed from vocabulary-sized values of its own depth; others come from outside, ready made."""
         if node not in self._from_logits:
             self._from_logits[node] = False
-            sources = [a for a in inputs_through_tuples(node) if a in self.layouts and self.depths[a] == self.depths[node]]
+            sources = [
+                a for a in inputs_through_tuples(node) if a in self.layouts and self.depths[a] == self.depths[node]
+            ]
             self._from_logits[node] = any(self.layouts.is_wide(a) or self.comes_from_logits(a) for a in sources)
         return self._from_logits[node]
 
@@ -92,8 +94,12 @@ class Emitter:
     def unknown(self, node: fx.Node) -> Rejection:
         """The refusal of an operation without a row rule."""
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            return self.region.refuse(node, "RANDOM", f"{node.target} draws random numbers for the logits; draw them per token")
-        message = f"{node.target} reads the logits and is not known to treat each row apart; apply it to per-token values"
+            return self.region.refuse(
+                node, "RANDOM", f"{node.target} draws random numbers for the logits; draw them per token"
+            )
+        message = (
+            f"{node.target} reads the logits and is not known to treat each row apart; apply it to per-token values"
+        )
         return self.region.refuse(node, "NO_ROW_RULE", message)
 
     def dense(self, node: fx.Node, rowmap: RowMap) -> fx.Node:
@@ -128,7 +134,9 @@ class Emitter:
             shift = len(sizes) - len(shape(x))
             fits = layout.vocab is None or vocab is None or layout.vocab + shift == vocab
             rows_fit = same_sizes(aligned_rows(shape(x), len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab))
-            inline = self.layouts.is_wide(x) or (self.region.depths[x] == self.draft.depth and self.region.comes_from_logits(x))
+            inline = self.layouts.is_wide(x) or (
+                self.region.depths[x] == self.draft.depth and self.region.comes_from_logits(x)
+            )
             if fits and rows_fit and inline:
                 return self.value(x, rowmap)
             if self.layouts.is_wide(x):

@@ -16,14 +16,14 @@ import torch.fx as fx
 
 from .draft import Draft, Output, RowInput
 from .emit import Emitter, Region
-from .graph import GraphBuilder, Size, arg, aten, is_one, is_tensor, numel, prims, same_sizes, shape, target_of, value
+from .graph import GraphBuilder, Size, arg, aten, is_one, prims, same_sizes, shape, target_of, value
 from .program import SinkKind
 from .rowmap import RowMap, Step
+from .rules import RULES
 from .rules.indexing import index_list, row_fill_vocab
 from .rules.reductions import WHOLE, Reduction, reduced_dims
 from .rules.selection import SelectionScatter, cat_dim, cat_steps, row_step_of_scatter
 from .rules.views import Identity, Permute, View
-from .rules import RULES
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
@@ -87,10 +87,12 @@ def make_exit(region: Region, node: fx.Node) -> Exit | None:
         e = region.emitter(node)
         columns = e.builder.dim(layouts.columns(node))
         place = e.draft.keep(Output("row", e.value(node, RowMap()), columns, value(node).dtype))
-        return Exit(node, "row", layouts.rows(node), [Contribution(e.draft, place)], _row_shape(node, layouts[node].vocab))
+        return Exit(
+            node, "row", layouts.rows(node), [Contribution(e.draft, place)], _row_shape(node, layouts[node].vocab)
+        )
     if target_of(node) is aten.mm.default:
         return _contraction(region, node)
-    if target_of(node) in WHOLE or target_of(node) in RULES and isinstance(RULES[node.target], Reduction):
+    if target_of(node) in WHOLE or (target_of(node) in RULES and isinstance(RULES[node.target], Reduction)):
         return _reduction(region, node)
     return None
 
@@ -116,7 +118,9 @@ def _reduction(region: Region, node: fx.Node) -> Exit | None:
         if node.target is not aten.sum.dim_IntList or any(d not in dims for d in rows):
             return None
         dtype = node.kwargs.get("dtype") or value(x).dtype
-        return _sum(region, node, x, "total", None, [Term(t.node, t.path, (*t.casts, dtype), t.adds) for t in terms(region, x)])  # type: ignore[arg-type]
+        return _sum(
+            region, node, x, "total", None, [Term(t.node, t.path, (*t.casts, dtype), t.adds) for t in terms(region, x)]
+        )  # type: ignore[arg-type]
     by_vocabulary = {
         aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim, aten.max.default: aten.amax.default,
         aten.min.default: aten.amin.default,
@@ -153,7 +157,13 @@ def _contraction(region: Region, node: fx.Node) -> Exit | None:
 
 
 def _sum(
-    region: Region, node: fx.Node, x: fx.Node, kind: SinkKind, operand: fx.Node | None, parts: list[Term], transposed: bool = False
+    region: Region,
+    node: fx.Node,
+    x: fx.Node,
+    kind: SinkKind,
+    operand: fx.Node | None,
+    parts: list[Term],
+    transposed: bool = False,
 ) -> Exit:
     rows, contributions = region.layouts.rows(x), []
     for term in parts:
@@ -177,7 +187,9 @@ def terms(region: Region, x: fx.Node) -> list[Term]:
         return [Term(x)]
     inner = x.args[0] if x.args else None
     rule = RULES.get(x.target)
-    if isinstance(rule, (Identity, View)) or (isinstance(rule, Permute) and layouts.get(inner) == _same_space(region, x, inner)):
+    if isinstance(rule, (Identity, View)) or (
+        isinstance(rule, Permute) and layouts.get(inner) == _same_space(region, x, inner)
+    ):
         return terms(region, inner) if layouts.is_wide(inner) else [Term(x)]  # type: ignore[arg-type]
     if x.target in _CASTS and layouts.is_wide(inner):
         found = terms(region, inner)  # type: ignore[arg-type]
@@ -189,7 +201,11 @@ def terms(region: Region, x: fx.Node) -> list[Term]:
         return [t for part, step in zip(x.args[0], steps) if not _is_zero(part) for t in _inside(region, part, step)]  # type: ignore[arg-type]
     if x.target is aten.index_put.default and _is_zero(inner) and row_fill_vocab(x, layouts[x].vocab) is not None:
         return _inside(region, x.args[2], rows_step(region, x), adds=bool(arg(x, 3, "accumulate", False)))  # type: ignore[arg-type]
-    if x.target is aten.add.Tensor and not x.kwargs and all(layouts.is_wide(a) and same_sizes(shape(a), shape(x)) for a in x.args):
+    if (
+        x.target is aten.add.Tensor
+        and not x.kwargs
+        and all(layouts.is_wide(a) and same_sizes(shape(a), shape(x)) for a in x.args)
+    ):
         found = [t for a in x.args for t in terms(region, a)]  # type: ignore[arg-type]
         if any(t.path for t in found):
             return found

@@ -173,7 +173,11 @@ class GraphBuilder:
     def _uncut(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
         base, at = None, None
         for part in parts:
-            if target_of(part) is not aten.slice.Tensor or arg(part, 1, "dim", 0) != dim or arg(part, 4, "step", 1) != 1:
+            if (
+                target_of(part) is not aten.slice.Tensor
+                or arg(part, 1, "dim", 0) != dim
+                or arg(part, 4, "step", 1) != 1
+            ):
                 return None
             start, size = self.size_of(arg(part, 2, "start", 0) or 0), shape(part)[dim]
             if base is None:

@@ -101,7 +101,7 @@ class Layouts:
         """Notes that a node cannot be streamed."""
         self.conflicts.setdefault(node, (code, reason))
 
-    def rows(self, node: fx.Node, vocab: int | None | str = "own") -> list[Size]:
+    def rows(self, node: fx.Node, vocab: int | str | None = "own") -> list[Size]:
         """The sizes of a node without its vocabulary dimension."""
         dim = self[node].vocab if vocab == "own" else vocab
         return [s for i, s in enumerate(shape(node)) if i != dim]
@@ -130,4 +130,3 @@ def aligned_rows(sizes: list[Size], rank: int, vocab: int | None) -> list[Size]:
     """Row sizes of an operand, right-aligned to ``rank`` dimensions, without dimension ``vocab``."""
     padded: list[Size] = [1] * (rank - len(sizes)) + sizes
     return [s for i, s in enumerate(padded) if i != vocab]
-

@@ -33,7 +33,13 @@ def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -
     groups: dict[object, list[Draft]] = {}
     for draft in drafts:
         program = draft.program("float32").to_text()
-        key = (draft.depth, program, tuple(draft.whole_inputs), tuple(draft.sizes), tuple(o.kind for o in draft.outputs))
+        key = (
+            draft.depth,
+            program,
+            tuple(draft.whole_inputs),
+            tuple(draft.sizes),
+            tuple(o.kind for o in draft.outputs),
+        )
         groups.setdefault(key, []).append(draft)
     result = []
     for group in groups.values():
@@ -49,7 +55,13 @@ def _sums_meet(group: list[Draft], exits: list[Exit]) -> bool:
     for place, out in enumerate(group[0].outputs):
         if out.kind not in ("outer", "outer_t", "total"):
             continue
-        nodes = {exit.node for draft in group for exit in exits for c in exit.contributions if (c.draft, c.place) == (draft, place)}
+        nodes = {
+            exit.node
+            for draft in group
+            for exit in exits
+            for c in exit.contributions
+            if (c.draft, c.place) == (draft, place)
+        }
         if len({_end_of_sum(node) for node in nodes}) > 1:
             return False
     return True
@@ -109,7 +121,10 @@ def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit]) -> Draft
 def _join_column(builder: GraphBuilder, column: list[RowInput], places: list[Piece]) -> RowInput:
     """One row input of the joined program: the tensor that the pieces cut, or the pieces put together in its order."""
     root, dim, node = places[0].rows, places[0].dim, column[0].node
-    if all(r.node is node and r.map.steps[:1] == (p.step,) and r.map.steps[1:] == column[0].map.steps[1:] for r, p in zip(column, places)):
+    if all(
+        r.node is node and r.map.steps[:1] == (p.step,) and r.map.steps[1:] == column[0].map.steps[1:]
+        for r, p in zip(column, places)
+    ):
         return RowInput(node, RowMap(column[0].map.steps[1:]))
     columns = shape(node)[-1]
     views = []
@@ -134,7 +149,9 @@ def _cut(inputs: list[list[RowInput]]) -> tuple[int, tuple[Size, ...], int] | No
     for place, column in enumerate(zip(*inputs)):
         node = column[0].node
         maps = [r.map for r in column]
-        if any(r.node is not node for r in column) or any(not m.steps or m.steps[1:] != maps[0].steps[1:] for m in maps):
+        if any(r.node is not node for r in column) or any(
+            not m.steps or m.steps[1:] != maps[0].steps[1:] for m in maps
+        ):
             continue
         root = maps[0].steps[0].parent
         dim = partition([m.steps[0] for m in maps], root)
@@ -153,7 +170,12 @@ def _peel(builder: GraphBuilder, row: RowInput) -> RowInput:
         return row
     base: fx.Node = source.args[0]  # type: ignore[assignment]
     dim, sizes = arg(source, 1, "dim", 0) % len(shape(base)), shape(base)
-    if dim == len(sizes) - 1 or len(sizes) < 2 or not same(shape(source)[-1], shape(node)[-1]) or not same(numel(shape(source)[:-1]), rows):
+    if (
+        dim == len(sizes) - 1
+        or len(sizes) < 2
+        or not same(shape(source)[-1], shape(node)[-1])
+        or not same(numel(shape(source)[:-1]), rows)
+    ):
         return row
     parent = tuple(sizes[:-1])
     step: Step
@@ -231,7 +253,11 @@ def _add_terms(exit: Exit) -> None:
         out = draft.outputs[contribution.place]
         for other in kept:
             known = draft.outputs[other.place] if other.draft is draft else None
-            alike = known is not None and (known.operand, known.casts, known.columns) == (out.operand, out.casts, out.columns)
+            alike = known is not None and (known.operand, known.casts, known.columns) == (
+                out.operand,
+                out.casts,
+                out.columns,
+            )
             if alike and contribution.path == other.path and not contribution.adds and known is not None:
                 total = draft.call(aten.add.Tensor, known.value, out.value)
                 other.place = draft.keep(dataclasses.replace(known, value=total))
@@ -239,4 +265,3 @@ def _add_terms(exit: Exit) -> None:
         else:
             kept.append(contribution)
     exit.contributions = kept
-

@@ -44,7 +44,8 @@ def merge(kind: str, a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
     m = torch.maximum(a[0], b[0])
     shifts = [reference(part[0]) - reference(m) for part in (a, b)]
     scales = [
-        torch.where(part[0] == -torch.inf, torch.zeros_like(shift), shift.exp()) for part, shift in zip((a, b), shifts, strict=True)
+        torch.where(part[0] == -torch.inf, torch.zeros_like(shift), shift.exp())
+        for part, shift in zip((a, b), shifts, strict=True)
     ]
     s = scales[0] * a[1] + scales[1] * b[1]
     if kind == "softmax":

@@ -39,6 +39,9 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
         break
     if report.rewrites:
         adopt(graph, candidate)
+    elif not rejections:
+        message = "no matmul here makes logits that are reduced over a vocabulary; compile the head and the loss together"
+        rejections.append(Rejection("NO_HEAD", message))
     return Report(report.rewrites, rejections)
 
 

@@ -33,12 +33,16 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         message = f"grpo.max_rewrites allows {settings.max_rewrites} rewrites in one graph"
         return Rejection("DISABLED", message, component.location, size)
     if size < limit:
-        message = f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower it to rewrite them too"
+        message = (
+            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower it to rewrite them too"
+        )
         return Rejection("TOO_SMALL", message, component.location, size)
     return None
 
 
-def tiles(draft: Draft, places: list[int], program: Program, settings: Settings) -> tuple[TileProgram, list[str]] | None:
+def tiles(
+    draft: Draft, places: list[int], program: Program, settings: Settings
+) -> tuple[TileProgram, list[str]] | None:
     """The draft as a program over tiles of the vocabulary, where that is possible and the better way to run it.
 
     Row values take one pass over tiles and the least memory.  Gradients do better over chunks of rows (measured: 5 % on an H200,
@@ -64,6 +68,32 @@ def rows_of_chunk(draft: Draft, settings: Settings) -> int:
 
 
 FEW_ROWS = 32
+
+
+def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], settings: Settings) -> Rejection | None:
+    """Why a region is left alone after all, now that its programs are known; None when it is worth it.
+
+    ``min_logits_bytes=0`` asks for every region, whatever it costs.
+    """
+    if not settings.min_logits_bytes:
+        return None
+    contractions = sum(exit.kind in ("contract", "outer", "outer_t") for exit in exits if _belongs(exit, component))
+    usual = len(component.heads) + contractions
+    if rewrite.matmuls > MOST_MATMULS * usual:
+        message = f"streaming takes {rewrite.matmuls} matmuls for {usual}; compute the logits of all rows in one matmul"
+    elif rewrite.bytes_saved <= 0:
+        message = "one chunk would hold all of the logits; set a smaller grpo.chunk_bytes"
+    else:
+        return None
+    return Rejection("UNPROFITABLE", message, component.location, component.logits_bytes)
+
+
+MOST_MATMULS = 2
+"""Times as many matmuls as the user's graph has: a region that needs more is left alone."""
+
+
+def _belongs(exit: Exit, component: Component) -> bool:
+    return any(a in component.nodes for a in exit.node.all_input_nodes)
 
 
 def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], settings: Settings) -> Rewrite:

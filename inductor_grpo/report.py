@@ -24,7 +24,6 @@ CODES: dict[str, str] = {
     "MIXES_ROWS": "an operation on the logits mixes the rows of different tokens",
     "RANDOM": "an operation on the logits draws random numbers",
     "LAYOUT": "the vocabulary dimension could not be followed through a view or broadcast",
-    "CYCLE": "the logits depend on what is computed from them",
     "INTERNAL": "the rewrite failed; the graph was left as it was",
 }
 """Every rejection code with its meaning; codes are stable, messages are not."""

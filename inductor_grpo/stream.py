@@ -88,6 +88,12 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     exits = find_exits(region, refused)
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
+    rewrites = []
+    for component in chosen:
+        rewrite = plan.rewrite_of(component, drafts, exits, settings)
+        if (rejection := plan.reason_to_undo(component, rewrite, exits, settings)) is not None:
+            raise Refused(frozenset(positions[h.node] for h in component.heads), rejection)
+        rewrites.append(rewrite)
     for exit in exits:
         replace(builder, exit, calls)
     drop_dead(graph)
@@ -95,7 +101,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
         builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
     fxgraph.sort_topologically(graph)
     graph.lint()
-    return Report([plan.rewrite_of(component, drafts, exits, settings) for component in chosen])
+    return Report(rewrites)
 
 
 def _free_sizes(builder: GraphBuilder, layouts: Layouts) -> None:
@@ -260,7 +266,9 @@ def drop_dead(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def emit_calls(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], settings: Settings) -> dict[int, dict[int, fx.Node]]:
+def emit_calls(
+    builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], settings: Settings
+) -> dict[int, dict[int, fx.Node]]:
     """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
     results: dict[int, dict[int, fx.Node]] = {}
     for draft in drafts:

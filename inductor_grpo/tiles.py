@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_grpo import online, runtime
 from inductor_grpo import body as bodies
+from inductor_grpo import online, runtime
 from inductor_grpo._compat import codegen
 from inductor_grpo.program import Sink, TileProgram
 
@@ -59,7 +59,9 @@ class _Tiles:
         program, n = self.program, self.n
         columns = self.whole[program.projections[0].weight].shape[1]
         outputs = [
-            torch.zeros(runtime.shape(s, self.rows, self.whole, n, self.syms), dtype=self._sum_dtype(s), device=self.device)
+            torch.zeros(
+                runtime.shape(s, self.rows, self.whole, n, self.syms), dtype=self._sum_dtype(s), device=self.device
+            )
             for s in program.sinks
         ]
         height, width = self._tile_shape(columns, chunk_bytes)
@@ -90,7 +92,9 @@ class _Tiles:
             logits = []
             for p in program.projections:
                 hidden, weight = rows[p.hidden], self.whole[p.weight][:, start:stop]
-                logits.append(hidden @ weight if p.bias is None else torch.addmm(self.whole[p.bias][start:stop], hidden, weight))
+                logits.append(
+                    hidden @ weight if p.bias is None else torch.addmm(self.whole[p.bias][start:stop], hidden, weight)
+                )
             tile_rows = [r[:, start:stop] if i in program.sliced_rows else r for i, r in enumerate(rows)]
             tile_whole = [w[:, start:stop] if i in program.sliced_whole else w for i, w in enumerate(self.whole)]
             kept, wide = self._step(n, start, stop - start, logits, tile_rows, tile_whole, kept)
@@ -139,7 +143,14 @@ class _Tiles:
             runtime.add_product(runtime.Sum(out[:, tile], empty=False), rows[sink.operand].t(), value)  # type: ignore[index]
 
     def _step(
-        self, n: int, start: int, columns: int, logits: list[Tensor], rows: list[Tensor], whole: list[Tensor], kept: list[Tensor]
+        self,
+        n: int,
+        start: int,
+        columns: int,
+        logits: list[Tensor],
+        rows: list[Tensor],
+        whole: list[Tensor],
+        kept: list[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """One tile: statistics merged into those of the tiles before, and the wide results."""
         uses = bodies.Uses.of(self.program.tile, len(rows), len(whole), len(self.syms))
@@ -147,9 +158,19 @@ class _Tiles:
         flat = functools.partial(_flat, self.text, columns, uses, len(logits))
         outputs = None
         if self.mode == "inductor":
-            key = (self.text, columns, self.device, tuple((t.shape[1:], t.dtype) for t in tensors), tuple(w.stride() for w in whole))
-            compiled = _STEPS.setdefault(key, _Steps()).get(flat, (n, start, *(self.syms[i] for i in uses.syms)), uses, len(logits), tensors)
-            outputs = compiled([n, start, *(self.syms[i] for i in uses.syms), *tensors]) if compiled is not None else None
+            key = (
+                self.text,
+                columns,
+                self.device,
+                tuple((t.shape[1:], t.dtype) for t in tensors),
+                tuple(w.stride() for w in whole),
+            )
+            compiled = _STEPS.setdefault(key, _Steps()).get(
+                flat, (n, start, *(self.syms[i] for i in uses.syms)), uses, len(logits), tensors
+            )
+            outputs = (
+                compiled([n, start, *(self.syms[i] for i in uses.syms), *tensors]) if compiled is not None else None
+            )
         if outputs is None:
             outputs = flat(n, start, *(self.syms[i] for i in uses.syms), *tensors)
         outputs = list(outputs)
@@ -211,7 +232,9 @@ class _Steps:
                 try:
                     compiled = codegen.compile_body(flat, list(zip(names, sizes, strict=True)), specs)
                 except Exception as error:
-                    bodies.log.warning("a tile step runs uncompiled, which is slower: %s: %s", type(error).__name__, str(error)[:2000])
+                    bodies.log.warning(
+                        "a tile step runs uncompiled, which is slower: %s: %s", type(error).__name__, str(error)[:2000]
+                    )
                     break
                 if compiled.holds(tested) and len(self._variants) < MAX_VARIANTS:
                     self._variants.append(compiled)

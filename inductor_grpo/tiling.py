@@ -29,7 +29,9 @@ class NotOnline(Exception):
     """The program needs more than one pass over the vocabulary, or has an operation that a tile cannot see."""
 
 
-def as_tiles(draft: Draft, places: list[int], sinks: tuple[Sink, ...], settings: Settings) -> tuple[TileProgram, list[str]] | None:
+def as_tiles(
+    draft: Draft, places: list[int], sinks: tuple[Sink, ...], settings: Settings
+) -> tuple[TileProgram, list[str]] | None:
     """The outputs at ``places``, which the draft's ``sinks`` keep, as a tile program, with the names of the patterns that took
     part; None when it takes more than one pass over the vocabulary."""
     if not draft.projections or len({str(hint(v)) for v in _vocabularies(draft)}) != 1:
@@ -60,7 +62,9 @@ class _Tiling:
                 node.replace_all_uses_with(node.args[0])
                 self.body.erase_node(node)
         self.tile, self.finish = fx.Graph(), fx.Graph()
-        self.tile_in = {p: self.tile.placeholder(p) for p in ("n", "start", "columns", "logits", "rows", "whole", "syms")}
+        self.tile_in = {
+            p: self.tile.placeholder(p) for p in ("n", "start", "columns", "logits", "rows", "whole", "syms")
+        }
         self.finish_in = {p: self.finish.placeholder(p) for p in ("n", "statistics", "rows", "whole", "syms")}
         self.results: list[tuple[str, fx.Node]] = []
         self.sliced: dict[str, set[int]] = {"rows": set(), "whole": set()}
@@ -96,7 +100,9 @@ class _Tiling:
         tile = print_function(self.tile, "tile", [node for _, node in self.results] + wide)
         finish = print_function(self.finish, "finish", row_values)
         rows, whole = (tuple(sorted(self.sliced[k])) for k in ("rows", "whole"))
-        return TileProgram(tuple(self.draft.projections), tile, tuple(results), finish, tuple(new_sinks), rows, whole), patterns
+        return TileProgram(
+            tuple(self.draft.projections), tile, tuple(results), finish, tuple(new_sinks), rows, whole
+        ), patterns
 
     # Recognising
 
@@ -117,7 +123,12 @@ class _Tiling:
         whole, rows = list(self.draft.whole_inputs), list(self.draft.row_inputs)
         logits = [(value(rows[p.hidden].node).dtype, hint(shape(whole[p.weight])[1])) for p in self.draft.projections]
         matcher.propagate_dtypes(
-            self.body, 5, logits, [value(r.node) for r in rows], [value(w) for w in whole], [hint(value(s)) for s in self.draft.sizes]
+            self.body,
+            5,
+            logits,
+            [value(r.node) for r in rows],
+            [value(w) for w in whole],
+            [hint(value(s)) for s in self.draft.sizes],
         )
 
     # What is vocabulary-sized
@@ -176,7 +187,10 @@ class _Tiling:
             return self.tile.call_function(aten.add.Tensor, (iota, self.tile_in["start"]))
         if node.target is aten.reshape.default and self.is_wide(node):
             return self.tile.call_function(node.target, (self.in_tile(node.args[0]), [1, self.tile_in["columns"]]))  # type: ignore[arg-type]
-        if not (is_pointwise(node.target) or node.target in (aten.full.default, aten.index.Tensor, aten.reshape.default, aten.select.int)):
+        if not (
+            is_pointwise(node.target)
+            or node.target in (aten.full.default, aten.index.Tensor, aten.reshape.default, aten.select.int)
+        ):
             raise NotOnline(f"{node.target} needs all columns at once")
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.in_tile)  # type: ignore[misc]
         return self.tile.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -198,7 +212,9 @@ class _Tiling:
         if node.target is statistic:
             z, name, spelling = node.args
             m, s, t = self._softmax(z)  # type: ignore[arg-type]
-            online = matcher.trace(all_patterns()[name].spellings[spelling].online, *(torch.empty(4, 1) for _ in range(3)))  # type: ignore[index]
+            online = matcher.trace(
+                all_patterns()[name].spellings[spelling].online, *(torch.empty(4, 1) for _ in range(3))
+            )  # type: ignore[index]
             return matcher.inline(self.finish, online, (m, s, t if t is not None else s))
         if node.target in _REDUCTIONS:
             x: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -268,7 +284,9 @@ class _Tiling:
         return self._keep("pick", picked)
 
     def _dense(self, x: fx.Node) -> fx.Node:
-        return self.tile.call_function(aten.expand.default, (self.in_tile(x), [self.tile_in["n"], self.tile_in["columns"]]))
+        return self.tile.call_function(
+            aten.expand.default, (self.in_tile(x), [self.tile_in["n"], self.tile_in["columns"]])
+        )
 
     def _device(self) -> torch.device:
         return value(next(iter(self.draft.row_inputs)).node).device

@@ -310,10 +310,11 @@ class Recorder(CustomGraphPass):
 
 def program_matmuls(node: torch.fx.Node) -> int:
     """Matmuls of one region: its projections and its contracting sinks."""
-    from inductor_grpo.program import Program
+    from inductor_grpo.program import Program, TileProgram
 
     text = next(arg for arg in node.args if isinstance(arg, str) and arg.startswith("{"))
-    program = Program.from_text(text)
+    read = TileProgram.from_text if "tiles" in str(node.target) else Program.from_text
+    program = read(text)
     return len(program.projections) + sum(sink.kind in ("contract", "outer", "outer_t") for sink in program.sinks)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from inductor_grpo.tools import demo
 
 import inductor_grpo
+from inductor_grpo.tools import demo
 
 ROOT = str(Path(inductor_grpo.__file__).parents[1])
 

@@ -153,12 +153,16 @@ def ways(loss: Callable[[Inputs], Tensor], names: list[str]) -> Iterator[tuple[s
 
 def main(argv: list[str] | None = None) -> int:
     """Prints one table for each shape."""
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", action="append", help="tokens,hidden,vocabulary (repeat for more)")
     parser.add_argument("--loss", default="grpo", choices=sorted(LOSSES))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--ways", default="eager compile ours", help="separated by blanks; ours:chunk_bytes=... sets options")
+    parser.add_argument(
+        "--ways", default="eager compile ours", help="separated by blanks; ours:chunk_bytes=... sets options"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args(argv)
     loss, dtype = LOSSES[given.loss], getattr(torch, given.dtype)
@@ -180,7 +184,9 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             spread = f"{row['low']:.1f}-{row['high']:.1f}"
             ratio = row["ms"] / base
-            sys.stdout.write(f"{name:44s} {row['ms']:9.2f} {spread:>17s} {ratio:8.2f} {row['peak']:8.0f} {row['first_s']:8.1f}\n")
+            sys.stdout.write(
+                f"{name:44s} {row['ms']:9.2f} {spread:>17s} {ratio:8.2f} {row['peak']:8.0f} {row['first_s']:8.1f}\n"
+            )
             sys.stdout.flush()
             x["hidden"].grad = x["weight"].grad = None
             gc.collect()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import sympy
 import torch
 import torch.fx as fx
@@ -21,7 +19,9 @@ def size_hint(size: torch.SymInt, fallback: int) -> int:
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the graph's values belong to."""
-    values = [n.meta["val"] for n in graph.nodes if n.op in ("placeholder", "get_attr", "call_function") and "val" in n.meta]
+    values = [
+        n.meta["val"] for n in graph.nodes if n.op in ("placeholder", "get_attr", "call_function") and "val" in n.meta
+    ]
     mode = detect_fake_mode(values)
     return mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -53,5 +53,3 @@ def sort_topologically(graph: fx.Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
-
-

@@ -70,7 +70,9 @@ def propagate_dtypes(
     mode = FakeTensorMode()
 
     def fake(sizes: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty([s if isinstance(s, int) else int(s.node.hint or 2) for s in sizes], dtype=dtype, device=device)
+        return torch.empty(
+            [s if isinstance(s, int) else int(s.node.hint or 2) for s in sizes], dtype=dtype, device=device
+        )
 
     class Propagate(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:

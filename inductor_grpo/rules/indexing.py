@@ -28,7 +28,9 @@ class Gather(Rule):
         if dim != source.vocab:
             layouts.conflict(node, "MIXES_ROWS", "gather runs over the rows of the logits, not over the vocabulary")
         elif not same_sizes(layouts.rows(node, dim), layouts.rows(node.args[0])):  # type: ignore[arg-type]
-            layouts.conflict(node, "LAYOUT", "gather has fewer rows than the logits; slice the logits to the same rows first")
+            layouts.conflict(
+                node, "LAYOUT", "gather has fewer rows than the logits; slice the logits to the same rows first"
+            )
         else:
             layouts.set(node, source.space, dim)
 
@@ -50,7 +52,9 @@ class Scatter(Rule):
         if arg(node, 1, "dim") % len(shape(node)) != layout.vocab:
             layouts.conflict(node, "MIXES_ROWS", "scatter runs over the rows of the logits, not over the vocabulary")
         elif not same_sizes(layouts.rows(node, layout.vocab), layouts.rows(index, layout.vocab)):
-            layouts.conflict(node, "LAYOUT", "scatter has fewer rows than the logits; slice the logits to the same rows first")
+            layouts.conflict(
+                node, "LAYOUT", "scatter has fewer rows than the logits; slice the logits to the same rows first"
+            )
         else:
             layouts.set(node, *layout)
             layouts.set(base, *layout)
@@ -100,7 +104,11 @@ class Scatter(Rule):
 
 def sum_of_one_hot(e: Emitter, x: fx.Node, rowmap: RowMap) -> fx.Node | None:
     """The sum over the vocabulary of one element a row among zeros: that element (log_softmax's backward asks for it)."""
-    if target_of(x) is not aten.scatter_add.default or target_of(x.args[0]) is not aten.full.default or x.args[0].args[1] != 0:  # type: ignore[union-attr]
+    if (
+        target_of(x) is not aten.scatter_add.default
+        or target_of(x.args[0]) is not aten.full.default
+        or x.args[0].args[1] != 0
+    ):  # type: ignore[union-attr]
         return None
     vocab, src = e.layouts[x].vocab, x.args[3]
     if vocab is None or not Scatter._is_one_hot(x, x.args[2], vocab) or not same_sizes(shape(src), shape(x.args[2])):  # type: ignore[arg-type]
@@ -145,7 +153,9 @@ def counts_rows(indices: list[fx.Node | None], sizes: list[Size], vocab: int) ->
 def wrapped(e: Emitter, index: fx.Node, columns: Size) -> fx.Node:
     """An index with Python's meaning of negative numbers, made non-negative."""
     negative = e.call(aten.lt.Scalar, index, 0)
-    return e.call(aten.where.self, negative, e.call(aten.add.Tensor, index, e.draft.size(e.builder.dim(columns))), index)
+    return e.call(
+        aten.where.self, negative, e.call(aten.add.Tensor, index, e.draft.size(e.builder.dim(columns))), index
+    )
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -167,7 +177,9 @@ class Index(Rule):
             layouts.set(node, source.space if rows_kept else layouts.new_space(), None)
         elif source.vocab not in used and used == list(range(used[0], used[-1] + 1)):
             behind = len(shape(x)) - source.vocab
-            layouts.set(node, layouts.new_space(), source.vocab if source.vocab < used[0] else len(shape(node)) - behind)
+            layouts.set(
+                node, layouts.new_space(), source.vocab if source.vocab < used[0] else len(shape(node)) - behind
+            )
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         x: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -190,7 +202,11 @@ class Index(Rule):
         step = Step(key, parent, lambda b, positions: b.call(aten.index.Tensor, positions, rows))
         if column is None:
             return e.from_parent(x, step, rowmap)
-        step = Step(key, parent, lambda b, p: b.call(aten.expand.default, b.call(aten.index.Tensor, p, rows), b.dims(shape(node))))
+        step = Step(
+            key,
+            parent,
+            lambda b, p: b.call(aten.expand.default, b.call(aten.index.Tensor, p, rows), b.dims(shape(node))),
+        )
         picked = wrapped(e, e.operand(column, shape(node), None, rowmap), shape(x)[vocab])
         chosen = rowmap.then(step)
         return e.call(aten.gather.default, e.dense(x, chosen), 1, e.draft.dense(picked, 1))
@@ -236,7 +252,9 @@ class IndexPut(Rule):
                 layouts.set(fill, layouts.new_space(), place)
             return
         if self.kind(node, layout.vocab) is None:
-            layouts.conflict(node, "LAYOUT", "elements of chosen rows are written; gather the log-probs of all rows and mask them")
+            layouts.conflict(
+                node, "LAYOUT", "elements of chosen rows are written; gather the log-probs of all rows and mask them"
+            )
             return
         layouts.set(node, *layout)
         layouts.set(node.args[0], *layout)
@@ -249,7 +267,9 @@ class IndexPut(Rule):
         base = e.operand(node.args[0], sizes, vocab, rowmap)
         adds, kind = arg(node, 3, "accumulate", False), self.kind(node, vocab)
         if kind is None:
-            raise e.region.refuse(node, "LAYOUT", "rows of the logits are written by index; compute all rows and mask them")
+            raise e.region.refuse(
+                node, "LAYOUT", "rows of the logits are written by index; compute all rows and mask them"
+            )
         if kind == "rows":
             return self._rows(e, node, base, indices, fill, adds, vocab, rowmap)
         index = indices[vocab]
@@ -261,14 +281,23 @@ class IndexPut(Rule):
             src = e.operand(fill, row_sizes, None, rowmap)
             return e.call(aten.where.self, hit, e.call(aten.add.Tensor, base, src) if adds else src, base)
         if not all(is_one(s) for s in shape(fill)):
-            raise e.region.refuse(node, "NO_ROW_RULE", "different numbers are written into columns of the logits; use where")
+            raise e.region.refuse(
+                node, "NO_ROW_RULE", "different numbers are written into columns of the logits; use where"
+            )
         dense = e.draft.dense(base, e.builder.dim(sizes[vocab]))
         number = e.draft.whole(e.builder.view(fill, []))
         return e.call(aten.index_put.default, dense, [None, e.draft.whole(index)], number, adds)
 
     @staticmethod
     def _rows(
-        e: Emitter, node: fx.Node, base: fx.Node, indices: list[Any], fill: fx.Node, adds: bool, vocab: int, rowmap: RowMap
+        e: Emitter,
+        node: fx.Node,
+        base: fx.Node,
+        indices: list[Any],
+        fill: fx.Node,
+        adds: bool,
+        vocab: int,
+        rowmap: RowMap,
     ) -> fx.Node:
         b, parent = e.builder, e.layouts.rows(node)
         if adds:
@@ -280,4 +309,3 @@ class IndexPut(Rule):
             rows.pop()
         flags = b.view(b.call(aten.index_put.default, flags, rows, true), [numel(parent), 1])
         return e.call(aten.where.self, e.draft.row(flags, rowmap), e.draft.whole(b.view(fill, [1, 1])), base)
-

@@ -89,7 +89,9 @@ class Pointwise(Rule):
 POINTWISE = Pointwise()
 
 
-@rule(aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
+@rule(
+    aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default
+)
 class Constant(Rule):
     """One value everywhere; its layout comes from its uses, or from the tensor that it is like."""
 

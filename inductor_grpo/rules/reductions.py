@@ -161,7 +161,11 @@ class OneOfSeveral(Rule):
         if target is aten.sort.default:
             return e.call(target, x, 1, arg(parent, 2, "descending", False))
         if target is aten.sort.stable:
-            return e.call(target, x, stable=arg(parent, 1, "stable"), dim=1, descending=arg(parent, 3, "descending", False))
+            return e.call(
+                target, x, stable=arg(parent, 1, "stable"), dim=1, descending=arg(parent, 3, "descending", False)
+            )
         if target is aten.var_mean.correction:
             return e.call(target, x, [1], **{**parent.kwargs, "keepdim": True})
-        return e.call(target, x, 1) if target in (aten.cummax.default, aten.cummin.default) else e.call(target, x, 1, True)
+        return (
+            e.call(target, x, 1) if target in (aten.cummax.default, aten.cummin.default) else e.call(target, x, 1, True)
+        )

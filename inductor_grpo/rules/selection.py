@@ -24,11 +24,20 @@ def _text(dim: Any) -> str:
     return str(GraphBuilder.size_of(dim))
 
 
-def slice_step(parent: tuple[Size, ...], dim: int, start: Dim | None, end: Dim | None, stride: int, length: Size) -> Step:
+def slice_step(
+    parent: tuple[Size, ...], dim: int, start: Dim | None, end: Dim | None, stride: int, length: Size
+) -> Step:
     """Rows ``start:end:stride`` of a row dimension (Python's rules for negative and missing bounds)."""
     size = parent[dim]
     first = _bound(start, size, 0)
-    key = (*map(str, parent), "slice", dim, _text(first) if first is not None else ("raw", _text(start)), str(length), stride)
+    key = (
+        *map(str, parent),
+        "slice",
+        dim,
+        _text(first) if first is not None else ("raw", _text(start)),
+        str(length),
+        stride,
+    )
 
     def select(b: GraphBuilder, positions: fx.Node) -> fx.Node:
         return b.call(aten.slice.Tensor, positions, dim, start, end, stride)
@@ -109,7 +118,9 @@ class Selection(Rule):
 def one_column(e: Emitter, index: Any) -> tuple[Any, Any]:
     """Slice bounds of one column."""
     if not isinstance(index, int):
-        raise e.region.refuse(index, "NO_ROW_RULE", "one column of the logits is selected by a number that varies; use gather")
+        raise e.region.refuse(
+            index, "NO_ROW_RULE", "one column of the logits is selected by a number that varies; use gather"
+        )
     return index, index + 1 if index != -1 else None
 
 
@@ -204,8 +215,12 @@ class SelectionScatter(Rule):
                 part = e.draft.dense(e.operand(src, shape(src), None, rowmap), 1)
                 return e.call(aten.slice_scatter.default, whole, part, 1, *one_column(e, arg(node, 3, "index")))
             part = e.dense_operand(src, vocab, rowmap)
-            return e.call(aten.slice_scatter.default, whole, part, 1, *[e.operand(a, [], None, rowmap) for a in node.args[3:]])
-        inverse = row_step_of_scatter(e, node).inverse(tuple(s for i, s in enumerate(shape(src)) if i != self.source_vocab(node, vocab)))
+            return e.call(
+                aten.slice_scatter.default, whole, part, 1, *[e.operand(a, [], None, rowmap) for a in node.args[3:]]
+            )
+        inverse = row_step_of_scatter(e, node).inverse(
+            tuple(s for i, s in enumerate(shape(src)) if i != self.source_vocab(node, vocab))
+        )
         chosen = e.operand(src, shape(src), self.source_vocab(node, vocab), rowmap.then(inverse))
         return e.where_present(inverse, rowmap, chosen, e.operand(base, sizes, vocab, rowmap))
 
@@ -260,7 +275,9 @@ class Cat(Rule):
         vocab = e.layouts[node].vocab
         assert vocab is not None
         if cat_dim(node) == vocab:
-            columns = [e.draft.dense(e.operand(p, shape(p), vocab, rowmap), e.builder.dim(shape(p)[vocab])) for p in parts]
+            columns = [
+                e.draft.dense(e.operand(p, shape(p), vocab, rowmap), e.builder.dim(shape(p)[vocab])) for p in parts
+            ]
             return e.call(aten.cat.default, columns, 1)
         result: fx.Node | None = None
         for part, step in reversed(list(zip(parts, cat_steps(e, node)))):
@@ -301,4 +318,3 @@ class Pad(Rule):
 def same_zero(pad: Any) -> bool:
     """Statically no padding."""
     return same(GraphBuilder.size_of(pad), 0)
-

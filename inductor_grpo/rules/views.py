@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ..emit import Emitter
 
 
-@rule(aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default)
+@rule(
+    aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default
+)
 class Identity(Rule):
     """The same tensor."""
 
@@ -34,7 +36,11 @@ def vocab_through_view(source: list[Size], result: list[Size], vocab: int) -> in
     """Where dimension ``vocab`` of ``source`` stands after a view, or None when the view merges or splits it."""
     before, after = numel(source[:vocab]), numel(source[vocab + 1 :])
     for position, size in enumerate(result):
-        if same(size, source[vocab]) and same(numel(result[:position]), before) and same(numel(result[position + 1 :]), after):
+        if (
+            same(size, source[vocab])
+            and same(numel(result[:position]), before)
+            and same(numel(result[position + 1 :]), after)
+        ):
             return position
     return None
 
@@ -55,7 +61,9 @@ class View(Rule):
                 return
             vocab = vocab_through_view(shape(x), shape(node), source.vocab)
             if vocab is None:
-                layouts.conflict(node, "LAYOUT", "this view merges the vocabulary dimension with another; keep it as the last one")
+                layouts.conflict(
+                    node, "LAYOUT", "this view merges the vocabulary dimension with another; keep it as the last one"
+                )
             else:
                 layouts.set(node, source.space, vocab)
         elif own is not None and own.vocab is not None:
@@ -141,6 +149,8 @@ class Expand(Rule):
         parent = tuple(e.layouts.rows(x))
         rows = e.layouts.rows(node)
         step = Step(
-            (*map(str, parent), "expand", *map(str, rows)), parent, lambda b, p: b.call(aten.expand.default, p, b.dims(rows))
+            (*map(str, parent), "expand", *map(str, rows)),
+            parent,
+            lambda b, p: b.call(aten.expand.default, p, b.dims(rows)),
         )
         return e.from_parent(x, step, rowmap)
