@@ -132,7 +132,9 @@ def step(
             stores.append((logits[placed[operand]], values[operand]))
             results.append(None)
         else:
-            results.append(_dense(values[operand], n, widths[operand]))
+            dense = _dense(values[operand], n, widths[operand])
+            # It may be a view of logits that a store below overwrites.
+            results.append(dense.clone() if plan.in_place else dense)
     del values
     for target, value in stores:
         if value is not target:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from .layout import Layouts
+from .graph import same_sizes, shape
+from .layout import Layouts, aligned_rows
+from .rules.pointwise import is_pointwise
 
 TANGENT_DEPTH = 1000
 
@@ -28,6 +30,18 @@ def after_tangent(graph: fx.Graph) -> set[fx.Node]:
         if is_tangent(node) or any(a in found for a in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _in_row(layouts: Layouts, value: fx.Node, node: fx.Node) -> bool:
+    """``node`` reads of a row value what belongs to its own row (not, say, all of them along its columns)."""
+    own = layouts[node]
+    if layouts[value].space != own.space:
+        return False
+    if own.vocab is None or not is_pointwise(node.target):
+        return True
+    sizes = shape(node)
+    rows = aligned_rows(sizes, len(sizes), own.vocab)
+    return same_sizes(aligned_rows(shape(value), len(sizes), own.vocab), rows)
 
 
 def node_depths(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, int]:

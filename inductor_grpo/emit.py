@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,6 +72,19 @@ class Emitter:
         self.draft = draft
         self.layouts = region.layouts
         self.builder = region.builder
+        self._recomputes = False
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, row values of an earlier depth that come from the logits are computed again from this program's logits.
+
+        A comparison needs that: the backward's logits may differ from the forward's in the last bit (their matmul had another
+        number of rows), and ``z == z.amax()`` must still hold somewhere."""
+        before, self._recomputes = self._recomputes, True
+        try:
+            yield
+        finally:
+            self._recomputes = before
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the body."""
@@ -79,7 +94,7 @@ class Emitter:
         """The body's value of a region node; raises Rejection where no rule can write it."""
         from .rules import rule_of
 
-        key = (node, rowmap)
+        key = (node, rowmap, self._recomputes)
         if key in self.draft.values:
             return self.draft.values[key]
         if node in self.layouts.conflicts:
@@ -88,6 +103,9 @@ class Emitter:
         rule = rule_of(node)
         if rule is None:
             raise self.unknown(node)
+        if not rule.is_local(self.layouts, node):
+            message = f"{node.target} runs over the rows of a vocabulary-sized tensor, not over its vocabulary"
+            raise self.region.refuse(node, "MIXES_ROWS", message)
         self.draft.values[key] = result = rule.emit(self, node, rowmap)
         return result
 
@@ -134,9 +152,8 @@ class Emitter:
             shift = len(sizes) - len(shape(x))
             fits = layout.vocab is None or vocab is None or layout.vocab + shift == vocab
             rows_fit = same_sizes(aligned_rows(shape(x), len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab))
-            inline = self.layouts.is_wide(x) or (
-                self.region.depths[x] == self.draft.depth and self.region.comes_from_logits(x)
-            )
+            now = self._recomputes or self.region.depths[x] == self.draft.depth
+            inline = self.layouts.is_wide(x) or (now and self.region.comes_from_logits(x))
             if fits and rows_fit and inline:
                 return self.value(x, rowmap)
             if self.layouts.is_wide(x):

@@ -123,9 +123,10 @@ def _reduction(region: Region, node: fx.Node) -> Exit | None:
         )  # type: ignore[arg-type]
     by_vocabulary = {
         aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim, aten.max.default: aten.amax.default,
-        aten.min.default: aten.amin.default,
+        aten.min.default: aten.amin.default, aten.any.default: aten.any.dim, aten.all.default: aten.all.dim,
     }.get(node.target, node.target)  # fmt: skip
-    if by_vocabulary not in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
+    partial_ops = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim)
+    if by_vocabulary not in partial_ops or (node.target in (aten.any.dim, aten.all.dim)):
         return None
     e = region.emitter(x)
     partial = Reduction.write(e, node, e.dense(x, RowMap()), by_vocabulary)
@@ -134,7 +135,10 @@ def _reduction(region: Region, node: fx.Node) -> Exit | None:
     one_column = [1 if d == layout.vocab else size for d, size in enumerate(shape(x))]
 
     def finish(b: GraphBuilder, result: fx.Node) -> fx.Node:
-        return b.call(by_vocabulary, b.view(result, one_column), dims, keeps)
+        values = b.view(result, one_column)
+        if node.target in WHOLE and node.target not in (aten.amax.default, aten.amin.default):
+            return b.call(node.target, values, **node.kwargs)
+        return b.call(by_vocabulary, values, dims, keeps)
 
     return Exit(node, "row", region.layouts.rows(x), [Contribution(e.draft, place)], finish)
 

@@ -228,11 +228,10 @@ class GraphBuilder:
         def source(node: fx.Node) -> tuple[bool, bool]:
             return node in late, node.op != "placeholder" and any(is_tensor(a) for a in node.all_input_nodes)
 
-        for node in sorted(self.graph.nodes, key=source):
+        for node in self.graph.nodes:
             val = value(node)
-            if isinstance(val, torch.SymInt) and (node.op == "placeholder" or not val.node.expr.is_Symbol):
-                if node.op == "placeholder" or not any(is_tensor(a) for a in node.all_input_nodes):
-                    self._symbols.setdefault(val.node.expr, node)
+            if isinstance(val, torch.SymInt) and (node.op == "placeholder" or _is_unbacked(node)):
+                self._symbols.setdefault(val.node.expr, node)
         for node in sorted(self.graph.nodes, key=source):
             if node.op not in ("placeholder", "call_function") or not is_tensor(node):
                 continue
@@ -243,6 +242,12 @@ class GraphBuilder:
     def getitem(self, node: fx.Node, index: int) -> fx.Node:
         """One result of a node with several."""
         return self.call(operator.getitem, node, index)
+
+
+def _is_unbacked(node: fx.Node) -> bool:
+    """A number that only the data decides, where it first appears (an item, the length of a nonzero)."""
+    expr = value(node).node.expr
+    return expr.is_Symbol and not value(node).node.has_hint()
 
 
 def _freeze(item: Any) -> Any:

@@ -42,6 +42,11 @@ class Head:
         return arg(self.node, 4, "alpha", 1), arg(self.node, 3, "beta", 1)
 
     @property
+    def inner(self) -> Size:
+        """H."""
+        return shape(self.weight)[1 if self.vocab == 0 else 0]
+
+    @property
     def vocabulary(self) -> Size:
         """V."""
         return shape(self.node)[self.vocab]
@@ -61,7 +66,8 @@ def _is_cast(node: fx.Node) -> bool:
 def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
     """The forward matmuls that are wider than hidden: ``[N, H] x [H, V]`` with V > H, in either orientation.
 
-    Of heads with very different V only the widest count: a low-rank update of a weight or a layer of the network is no head.
+    Of heads with very different V only the widest count, and none that another's weight is computed from: a layer of the network
+    or a low-rank update of a weight is no head.
     """
     heads = []
     for node in graph.nodes:
@@ -72,7 +78,19 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
         if head is not None:
             heads.append(head)
     widest = max((hint(h.vocabulary) for h in heads), default=0)
-    return [h for h in heads if hint(h.vocabulary) * 2 > widest]
+    in_weights = _ancestors([h.weight for h in heads])
+    return [h for h in heads if hint(h.vocabulary) * 2 > widest and h.node not in in_weights]
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    seen, work = set(nodes), list(nodes)
+    while work:
+        for a in work.pop().all_input_nodes:
+            if a not in seen:
+                seen.add(a)
+                work.append(a)
+    return seen
 
 
 def _as_head(node: fx.Node, first: int) -> Head | None:
@@ -84,7 +102,7 @@ def _as_head(node: fx.Node, first: int) -> Head | None:
         if len(shape(bias)) != 1:
             return None
     wide_right, wide_left = hint(columns) > hint(inner), hint(rows) > hint(inner)
-    prefers_left = wide_left and first == 0 and _is_parameter(a) and not _is_parameter(b)
+    prefers_left = wide_left and first == 0 and (not wide_right or (_is_parameter(a) and not _is_parameter(b)))
     if wide_right and not prefers_left:
         return Head(node, a, b, bias, 1)  # type: ignore[arg-type]
     return Head(node, b, a, None, 0) if prefers_left else None  # type: ignore[arg-type]

@@ -106,7 +106,8 @@ def _repeated(b: GraphBuilder, x: Any) -> fx.Node | None:
     if target_of(x) is not aten.expand.default:
         return None
     source = shape(x.args[0])
-    return b.view(x.args[0], source[-2:]) if len(source) == 2 or is_one(source[0]) else None
+    repeats = len(source) in (2, 3) and same_sizes(source[-2:], shape(x)[-2:]) and (len(source) == 2 or is_one(source[0]))
+    return b.view(x.args[0], source[-2:]) if repeats else None
 
 
 def _as_sum_over_batch(b: GraphBuilder, node: fx.Node) -> fx.Node | None:

@@ -47,11 +47,16 @@ def merge(kind: str, a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
         torch.where(part[0] == -torch.inf, torch.zeros_like(shift), shift.exp())
         for part, shift in zip((a, b), shifts, strict=True)
     ]
-    s = scales[0] * a[1] + scales[1] * b[1]
+    sums = [_scaled(scale, part[1]) for part, scale in zip((a, b), scales)]
     if kind == "softmax":
-        return [m, s]
-    t = scales[0] * (a[2] + shifts[0] * a[1]) + scales[1] * (b[2] + shifts[1] * b[1])
-    return [m, s, t]
+        return [m, sums[0] + sums[1]]
+    t = [_scaled(scale, part[2] + shift * part[1]) for part, scale, shift in zip((a, b), scales, shifts)]
+    return [m, sums[0] + sums[1], t[0] + t[1]]
+
+
+def _scaled(scale: Tensor, value: Tensor) -> Tensor:
+    """``scale * value``, where a scale of zero means that these columns no longer count, even if their sum overflowed."""
+    return torch.where(scale == 0, torch.where(value.isnan(), value, torch.zeros_like(value)), scale * value)
 
 
 def initial(kind: str) -> list[float]:

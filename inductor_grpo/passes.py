@@ -40,7 +40,10 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
     if report.rewrites:
         adopt(graph, candidate)
     elif not rejections:
-        message = "no matmul here makes logits that are reduced over a vocabulary; compile the head and the loss together"
+        message = (
+            "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced over V);"
+            " compile the head and the loss together"
+        )
         rejections.append(Rejection("NO_HEAD", message))
     return Report(report.rewrites, rejections)
 

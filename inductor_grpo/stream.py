@@ -12,18 +12,18 @@ import torch.fx as fx
 from . import plan
 from ._compat import fxgraph
 from .config import Settings
-from .depth import after_tangent, node_depths
+from .depth import TANGENT_DEPTH, after_tangent, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
-from .graph import GraphBuilder, aten, inputs_through_tuples, nbytes, numel, same_sizes, shape, target_of, value
-from .heads import Head, find_heads, weight_root
+from .graph import GraphBuilder, aten, hint, inputs_through_tuples, is_tensor, nbytes, numel, same_sizes, shape, target_of, value
+from .heads import MATMULS, Head, find_heads, weight_root
 from .layout import Layouts
 from .merge import merge
 from .report import Location, Rejection, Report
 from .rowmap import RowMap
 from .rules import RULES, infer_layouts
-from .rules.reductions import MULTIPLE, SPLITS, WHOLE, Reduction
+from .rules.reductions import MULTIPLE, SPLITS, WHOLE, Reduction, reduced_dims
 
 
 @dataclasses.dataclass
@@ -64,10 +64,11 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     positions = {head.node: place for place, head in enumerate(heads)}
     layouts = Layouts()
     components = find_components(graph, layouts, heads, backward)
-    chosen = []
+    chosen: list[Component] = []
+    real = [c for c in components if is_logits_like(c, layouts)]
     for component in components:
         places = frozenset(positions[h.node] for h in component.heads)
-        if places & left_alone or not is_logits_like(component, layouts):
+        if places & left_alone or component not in real or _reads_another(component, real, layouts):
             layouts.drop(component.nodes)
             continue
         if (rejection := plan.reason_to_leave(component, settings, len(chosen))) is not None:
@@ -99,7 +100,13 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     drop_dead(graph)
     for node in effects(graph):
         builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
-    fxgraph.sort_topologically(graph)
+    try:
+        fxgraph.sort_topologically(graph)
+    except AssertionError:
+        message = "values that are computed from the logits feed back into them, so that no program can come first"
+        places = frozenset(positions[h.node] for component in chosen for h in component.heads)
+        rejection = Rejection("LAYOUT", message, chosen[0].location, sum(c.logits_bytes for c in chosen))
+        raise Refused(places, rejection) from None
     graph.lint()
     return Report(rewrites)
 
@@ -134,7 +141,7 @@ def find_components(graph: fx.Graph, layouts: Layouts, heads: list[Head], backwa
     members = {n for n in graph.nodes if n in layouts or n in layouts.conflicts or target_of(n) in MULTIPLE | SPLITS}
     for node in members:
         for a in node.all_input_nodes:
-            if a in members:
+            if a in members and target_of(node) not in MATMULS:  # what a matmul makes is another region, or none
                 parents[find(a)] = find(node)
     groups: dict[fx.Node, Component] = {}
     for head in heads:
@@ -166,14 +173,36 @@ def _seed_gradients(graph: fx.Graph, layouts: Layouts, heads: list[Head], backwa
 
 
 def is_logits_like(component: Component, layouts: Layouts) -> bool:
-    """Something reads the region along the vocabulary, or it leaves the graph: not just a wide layer of a network."""
-    for node in component.nodes:
-        for user in node.users if layouts.is_wide(node) else ():
+    """Something reduces over the vocabulary what comes of the region, or keeps a head much wider than hidden: not just a wide
+    layer of a network, whose activations go into the next matmul (three times as wide: queries, keys and values)."""
+    if any(_is_reduced(head) for head in component.heads):
+        return True
+    much_wider = any(hint(h.vocabulary) > 3 * hint(h.inner) for h in component.heads)
+    outside = {u for n in component.nodes if layouts.is_wide(n) for u in n.users if not layouts.is_wide(u)}
+    return any(u in layouts or (much_wider and target_of(u) not in MATMULS) for u in outside)
+
+
+def _is_reduced(head: Head) -> bool:
+    """A reduction over V is reached from the head through tensors that have a dimension of that size."""
+    columns, seen, work = hint(head.vocabulary), {head.node}, [head.node]
+    while work:
+        node = work.pop()
+        for user in node.users:
             rule = RULES.get(user.target)
-            reduces = isinstance(rule, Reduction) or user.target in WHOLE or user.target in MULTIPLE
-            if reduces or user.op == "output" or (user in layouts and not layouts.is_wide(user)):
-                return True
+            if isinstance(rule, Reduction) or user.target in WHOLE or user.target in MULTIPLE:
+                if any(hint(shape(node)[d]) == columns for d in reduced_dims(user)):
+                    return True
+            elif user not in seen and is_tensor(user) and columns in map(hint, shape(user)):
+                seen.add(user)
+                work.append(user)
     return False
+
+
+def _reads_another(component: Component, real: list[Component], layouts: Layouts) -> bool:
+    """Its heads multiply what another region's logits gave: they are that region's gradients, not heads."""
+    others = [c for c in real if c is not component]
+    operands = [x for head in component.heads for x in (head.hidden, head.weight)]
+    return any(x in c.nodes and layouts.is_wide(x) for x in operands for c in others)
 
 
 def find_exits(region: Region, refused: Any) -> list[Exit]:
@@ -229,10 +258,17 @@ def _inputs(builder: GraphBuilder, drafts: Iterable[Draft], exit: Exit) -> list[
 
 def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
     readers = [u for u in node.users if u in seen and not region.layouts.is_wide(u)]
-    if any(u.op == "output" for u in readers) or not readers:
-        message = "a vocabulary-sized tensor is returned to the caller; return the log-probs (or another value a token) instead"
-        return region.refuse(node, "LOGITS_RETURNED", message)
+    if any(u.op == "output" for u in readers):
+        return _no_exit(region, builder_output(readers), node)
+    if not readers:
+        message = "a vocabulary-sized tensor is also needed whole by another part of the loss, which treats its rows together"
+        return region.refuse(node, "MIXES_ROWS", message)
     return _no_exit(region, readers[0], node)
+
+
+def builder_output(readers: list[fx.Node]) -> fx.Node:
+    """The graph's output among the readers of a node."""
+    return next(u for u in readers if u.op == "output")
 
 
 def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
@@ -271,13 +307,14 @@ def emit_calls(
 ) -> dict[int, dict[int, fx.Node]]:
     """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
     results: dict[int, dict[int, fx.Node]] = {}
+    trains = any(draft.depth >= TANGENT_DEPTH for draft in drafts)
     for draft in drafts:
         used = sorted({c.place for exit in exits for c in exit.contributions if c.draft is draft})
         if not used:
             continue
         program = draft.program(settings.accumulate, used)
         op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
-        if (tiled := plan.tiles(draft, used, program, settings)) is not None:
+        if (tiled := plan.tiles(draft, used, program, settings, trains)) is not None:
             tile_program, draft.patterns = tiled
             op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]

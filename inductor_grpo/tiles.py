@@ -43,6 +43,15 @@ def check_hits(hits: Tensor, columns: int) -> None:
         raise RuntimeError(message)
 
 
+def _fitting(fill: float, kind: torch.dtype) -> float | int | bool:
+    """``fill``, or what stands for an infinity in a dtype that has none."""
+    if kind.is_floating_point or fill == 0:
+        return fill
+    if kind is torch.bool:
+        return fill > 0
+    return torch.iinfo(kind).max if fill > 0 else torch.iinfo(kind).min
+
+
 @dataclasses.dataclass
 class _Tiles:
     program: TileProgram
@@ -86,7 +95,7 @@ class _Tiles:
     def _row_block(self, first: int, last: int, columns: int, width: int, outputs: list[Tensor]) -> None:
         program, n = self.program, last - first
         rows = [r[first:last] for r in self.rows]
-        kept = [torch.full((n, 1), fill, dtype=kind, device=self.device) for fill, kind in self._initial()]
+        kept = [torch.full((n, 1), _fitting(fill, kind), dtype=kind, device=self.device) for fill, kind in self._initial()]
         for start in range(0, columns, width):
             stop = min(start + width, columns)
             logits = []

@@ -94,7 +94,7 @@ class _Tiling:
             new_sinks.append(Sink(**{**sink.__dict__, "value": into.index(new)}))
         if not patterns and not wide:
             raise NotOnline("nothing here was recognised")
-        dtypes = {new: old.meta["dtype"] for old, new in self._tiled.items()}
+        dtypes = {new: old.meta.get("dtype") for old, new in self._tiled.items()}
         results = [f"{kind}/{_name(node.meta.get('dtype') or dtypes[node])}" for kind, node in self.results]
         results += [f"wide/{_name(dtypes[node])}" for node in wide]
         tile = print_function(self.tile, "tile", [node for _, node in self.results] + wide)
@@ -160,6 +160,8 @@ class _Tiling:
         if node.target in _REDUCTIONS or node.target in (statistic, aten.gather.default):
             return False
         wide = any(self.is_wide(a) for a in node.all_input_nodes)
+        if node.target is aten.index.Tensor and (len(node.args[1]) != 1 or self._source(node.args[0]) is None):  # type: ignore[arg-type]
+            raise NotOnline("columns are chosen by index")  # the only other use picks rows of a whole mask
         if wide and not (is_pointwise(node.target) or node.target in (aten.reshape.default, aten.index.Tensor)):
             raise NotOnline(f"{node.target} needs all columns at once")
         return wide
@@ -170,7 +172,7 @@ class _Tiling:
         """A value as one tile computes it; it must not need a finished statistic."""
         if node not in self._tiled:
             self._tiled[node] = new = self._in_tile(node)
-            new.meta["dtype"] = node.meta["dtype"]
+            new.meta["dtype"] = node.meta.get("dtype")  # none for a number
         return self._tiled[node]
 
     def _in_tile(self, node: fx.Node) -> fx.Node:
@@ -180,6 +182,7 @@ class _Tiling:
             if kind in self.sliced and self.is_wide(node):
                 self.sliced[kind].add(index)
             return self.tile.call_function(operator.getitem, (self.tile_in[kind], index))
+        self.is_wide(node)  # refuses what a tile cannot see
         if node.target in _REDUCTIONS or node.target in (statistic, aten.gather.default):
             raise NotOnline("a vocabulary-sized value needs a finished reduction")
         if node.target is prims.iota.default:
@@ -218,11 +221,11 @@ class _Tiling:
             return matcher.inline(self.finish, online, (m, s, t if t is not None else s))
         if node.target in _REDUCTIONS:
             x: fx.Node = node.args[0]  # type: ignore[assignment]
-            if not self.is_wide(x) or node.kwargs.get("dtype") not in (None, node.meta["dtype"]):
+            if not self.is_wide(x):
                 raise NotOnline("a reduction of something that is not vocabulary-sized")
             if x in self._softmaxes and node.target is aten.amax.default:
                 return self._softmax(x)[0]
-            if node.kwargs:
+            if x.meta["dtype"] != node.meta["dtype"]:  # a count of bools, or a sum with a dtype of its own
                 x = self.body.call_function(prims.convert_element_type.default, (x, node.meta["dtype"]))
                 x.meta["dtype"] = node.meta["dtype"]
             return self._keep(_REDUCTIONS[node.target], self.in_tile(x))

@@ -83,7 +83,7 @@ class Scatter(Rule):
             return False
         if node.target is aten.scatter.value and target_of(node.args[0]) is aten.full.default:
             return True
-        return any(user.target is aten.gather.default for user in index.users)
+        return is_gathered(index, shape(node)[vocab])
 
     @staticmethod
     def _one_hot(e: Emitter, node: fx.Node, base: fx.Node, index: fx.Node, src: Any, rowmap: RowMap) -> fx.Node:
@@ -100,6 +100,15 @@ class Scatter(Rule):
         if node.target is aten.scatter_add.default:
             src = e.call(aten.add.Tensor, base, src)
         return e.call(aten.where.self, hit, src, base)
+
+
+def is_gathered(index: fx.Node, columns: Size) -> bool:
+    """Something gathers by this index from as many columns, which checks its range."""
+
+    def columns_of(user: fx.Node) -> Size:
+        return shape(user.args[0])[arg(user, 1, "dim") % len(shape(user.args[0]))]
+
+    return any(u.target is aten.gather.default and same(columns_of(u), columns) for u in index.users)
 
 
 def sum_of_one_hot(e: Emitter, x: fx.Node, rowmap: RowMap) -> fx.Node | None:
@@ -212,6 +221,12 @@ class Index(Rule):
         return e.call(aten.gather.default, e.dense(x, chosen), 1, e.draft.dense(picked, 1))
 
 
+def _fits(sizes: list[Size], rows: list[Size]) -> bool:
+    """A shape that broadcasts to the rows without adding to them."""
+    padded: list[Size] = [1] * (len(rows) - len(sizes)) + sizes
+    return len(sizes) <= len(rows) and all(is_one(a) or same(a, r) for a, r in zip(padded, rows))
+
+
 def row_fill_vocab(node: fx.Node, vocab: int) -> int | None:
     """The vocabulary dimension of what an index_put writes into whole rows (the gradient of a selection of rows by index);
     None when it is no such write."""
@@ -232,7 +247,8 @@ class IndexPut(Rule):
         """ "element": one of each row; "columns": the same of all rows; "rows": whole rows set to one number."""
         indices = index_list(node)
         used = [d for d, index in enumerate(indices) if index is not None]
-        if len(used) == len(indices) and counts_rows(indices, shape(node), vocab):
+        rows = [s for d, s in enumerate(shape(node)) if d != vocab]
+        if len(used) == len(indices) and counts_rows(indices, shape(node), vocab) and _fits(shape(indices[vocab]), rows):
             return "element"
         if used == [vocab] and len(shape(indices[vocab])) == 1:
             return "columns"
@@ -277,6 +293,10 @@ class IndexPut(Rule):
         if kind == "element":
             row_sizes = e.layouts.rows(node)
             position = wrapped(e, e.operand(index, row_sizes, None, rowmap), sizes[vocab])
+            if not any(u.target in (aten.index.Tensor, aten.gather.default) for u in index.users):
+                # A comparison reads nothing out of range, so it would not raise: look the number up, which does.
+                numbers = e.draft.dense(e.column_numbers(sizes[vocab]), e.builder.dim(sizes[vocab]))
+                position = e.call(aten.gather.default, numbers, 1, e.draft.dense(position, 1))
             hit = e.call(aten.eq.Tensor, e.column_numbers(sizes[vocab]), position)
             src = e.operand(fill, row_sizes, None, rowmap)
             return e.call(aten.where.self, hit, e.call(aten.add.Tensor, base, src) if adds else src, base)

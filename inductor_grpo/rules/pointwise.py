@@ -24,6 +24,13 @@ if hasattr(prims, "fma"):
     _ALSO_POINTWISE.add(prims.fma.default)
 
 
+_COMPARISONS = {
+    overload
+    for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
+    for overload in (op.Tensor, op.Scalar)
+}
+
+
 def is_pointwise(target: Any) -> bool:
     """True for functional operations that torch tags as pointwise (and a few that it does not); never for random ones."""
     if target in _ALSO_POINTWISE:
@@ -71,6 +78,8 @@ class Pointwise(Rule):
             shift = len(sizes) - len(shape(a))
             rows = aligned_rows(shape(a), len(sizes), layout.vocab)
             vocab = layout.vocab - shift  # type: ignore[operator]
+            if shift and all(is_one(r) for r in rows):
+                continue  # one row for all, also where there is only one
             if not same_sizes(rows, own_rows):
                 if layouts.is_wide(a) and not all(is_one(r) for r in rows):
                     layouts.conflict(node, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
@@ -81,6 +90,9 @@ class Pointwise(Rule):
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         sizes, vocab = shape(node), e.layouts[node].vocab
+        if node.target in _COMPARISONS and vocab is not None:
+            with e.recomputing():
+                return e.call(node.target, *[e.operand(a, sizes, vocab, rowmap) for a in node.args])
         args = [e.operand(a, sizes, vocab, rowmap) for a in node.args]
         kwargs = {k: e.operand(v, sizes, vocab, rowmap) for k, v in node.kwargs.items()}
         return e.call(node.target, *args, **kwargs)

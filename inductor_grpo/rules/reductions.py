@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from ..graph import arg, aten, is_one, shape, target_of
+from ..graph import arg, aten, prims, is_one, shape, target_of
 from ..layout import Layouts
 from ..rowmap import RowMap
 from .base import Rule, rule
@@ -22,13 +22,13 @@ _ONE_DIM = {
     aten.cumprod.default, aten.logcumsumexp.default, aten._softmax.default, aten._log_softmax.default,
     aten.max.dim, aten.min.dim, aten.topk.default, aten.sort.default, aten.sort.stable, aten.cummax.default,
 }  # fmt: skip
-WHOLE = {aten.sum.default, aten.mean.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
+WHOLE = {aten.sum.default, aten.mean.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.any.default, aten.all.default}
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
     """The dimensions that a reduction or scan runs over, counted from the front."""
     rank = len(shape(node.args[0]))
-    if node.target in (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default):
+    if node.target in WHOLE and node.target not in (aten.amax.default, aten.amin.default):
         dims: Any = None
     elif node.target is aten.topk.default:
         dims = arg(node, 2, "dim", -1)
@@ -61,6 +61,9 @@ class Reduction(Rule):
         if along_vocabulary(layouts, node):
             layouts.set(node, layouts[node.args[0]].space, None)  # type: ignore[index]
 
+    def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
+        return along_vocabulary(layouts, node)
+
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         from .indexing import sum_of_one_hot
 
@@ -83,7 +86,7 @@ class Reduction(Rule):
 
 @rule(
     aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten._softmax.default, aten._log_softmax.default,
-    aten.flip.default,
+    aten.flip.default, prims.rev.default,
 )  # fmt: skip
 class Scan(Rule):
     """The same shape; each element depends on its own row alone."""
@@ -94,6 +97,9 @@ class Scan(Rule):
             layouts.set(node, *layouts[node.args[0]])  # type: ignore[index]
         elif own is not None and own.vocab is not None and reduced_dims(node) == [own.vocab]:
             layouts.set(node.args[0], *own)
+
+    def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
+        return along_vocabulary(layouts, node)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         x = e.dense(node.args[0], rowmap)  # type: ignore[arg-type]
@@ -112,6 +118,10 @@ class SoftmaxBackward(Rule):
                 for y in (*node.args[:2], node):
                     layouts.set(y, *layout)
                 return
+
+    def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
+        own = layouts.get(node)
+        return own is not None and own.vocab == node.args[2] % len(shape(node))  # type: ignore[operator]
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         grad, output = (e.dense(x, rowmap) for x in node.args[:2])  # type: ignore[arg-type]
@@ -142,6 +152,10 @@ class OneOfSeveral(Rule):
             layouts.set(node, layout.space, layout.vocab if keeps else None)
         elif target in SPLITS:
             split_part.infer(layouts, node)
+
+    def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
+        parent = node.args[0]
+        return target_of(parent) in SPLITS or along_vocabulary(layouts, parent)  # type: ignore[arg-type]
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         from .selection import split_part

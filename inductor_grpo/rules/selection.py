@@ -305,6 +305,9 @@ class Pad(Rule):
             layouts.set(node, *layout)
             layouts.set(x, *layout)
 
+    def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
+        return self._padded(node) == [layouts[node].vocab]
+
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         x: fx.Node = node.args[0]  # type: ignore[assignment]
         vocab = e.layouts[node].vocab

@@ -455,7 +455,7 @@ def unequal_chunk_loop(h, w, y):
 @spelling(packed)
 def one_row_at_a_time(h, w, y):
     logits = h @ w.t()
-    return torch.stack([row.log_softmax(-1)[label] for row, label in zip(logits, y)])  # noqa: B905
+    return torch.stack([row.log_softmax(-1).gather(-1, label.view(1)).squeeze(-1) for row, label in zip(logits, y)])  # noqa: B905
 
 
 @spelling()
