@@ -56,7 +56,7 @@ _last_report: Report | None = None
 # The pass ---------------------------------------------------------------------------------------------------
 
 
-class RewritePass(hooks.GraphPass):  # type: ignore[misc]
+class RewritePass(hooks.GraphPass):
     """The pass in the form that Inductor takes: callable, picklable, and named by what its result depends on."""
 
     def __init__(self, settings: Settings) -> None:

@@ -14,7 +14,7 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def load(source: str, name: str = "body") -> Callable[..., Any]:
         "operator": operator,
     }
     exec(compile(source, "<inductor_grpo body>", "exec"), namespace)
-    return namespace[name]  # type: ignore[no-any-return]
+    return namespace[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,8 @@ class Body:
                     widths,
                 )
             )
-        return [None if pieces[0] is None else torch.cat(pieces) for pieces in zip(*parts, strict=True)]  # type: ignore[arg-type]
+        joined = zip(*parts, strict=True)
+        return [None if some[0] is None else torch.cat(cast("tuple[Tensor, ...]", some)) for some in joined]
 
     @property
     def uncompiled(self) -> bool:
@@ -263,7 +264,7 @@ class Body:
         self._give_up(f"the compiled body excludes the size {n} it was compiled for")
         return None
 
-    def _flat(self, widths: dict[int, int], n: Any, *args: Any) -> list[Tensor]:
+    def _flat(self, widths: dict[int, int], n: Any, *args: Any) -> list[Tensor | None]:
         """The step over one flat argument list, as it is traced."""
         counts = (len(self.uses.syms), len(self.program.projections), len(self.uses.rows), len(self.uses.whole))
         parts: list[Sequence[Any]] = []
@@ -272,7 +273,7 @@ class Body:
             parts.append(args[start : start + count])
             start += count
         syms, logits, rows, whole = parts
-        return step(  # type: ignore[return-value]
+        return step(
             self.program,
             self.plan,
             n,

@@ -1,9 +1,9 @@
 """Depths: when a region's values can be computed.
 
-A program reads row inputs and may need results of another program first (the mean of all log-probs, a tangent).  The depth of
-a node counts how often what leads to it left a region and came back; programs are split by depth, so no program can depend on
-itself.  Tangents start far deeper than any forward value: that is the two-pass schedule, in which the backward recomputes the
-logits of a chunk instead of keeping them.
+A program reads row inputs and may need results of another program first (the mean of all log-probs, a tangent).  The
+depth of a node counts how often what leads to it left a region and came back; programs are split by depth, so no
+program can depend on itself.  Tangents start far deeper than any forward value: that is the two-pass schedule, in which
+the backward recomputes the logits of a chunk instead of keeping them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from .graph import same_sizes, shape
-from .layout import Layouts, aligned_rows
-from .rules.pointwise import is_pointwise
+from .layout import Layouts
 
 TANGENT_DEPTH = 1000
 
@@ -30,18 +28,6 @@ def after_tangent(graph: fx.Graph) -> set[fx.Node]:
         if is_tangent(node) or any(a in found for a in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _in_row(layouts: Layouts, value: fx.Node, node: fx.Node) -> bool:
-    """``node`` reads of a row value what belongs to its own row (not, say, all of them along its columns)."""
-    own = layouts[node]
-    if layouts[value].space != own.space:
-        return False
-    if own.vocab is None or not is_pointwise(node.target):
-        return True
-    sizes = shape(node)
-    rows = aligned_rows(sizes, len(sizes), own.vocab)
-    return same_sizes(aligned_rows(shape(value), len(sizes), own.vocab), rows)
 
 
 def node_depths(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, int]:

@@ -1,7 +1,7 @@
 """A chunk program while it is being written: an FX graph for the body, and what it reads and keeps.
 
-Everything in a body is two-dimensional: ``[n, C]`` (dense), ``[n, 1]``, ``[1, C]``, ``[1, 1]``, or 0-dim where the user's
-operand was 0-dim (type promotion differs).  Views, permutes and symbolic shape arguments do not survive into it.
+Everything in a body is two-dimensional: ``[n, C]`` (dense), ``[n, 1]``, ``[1, C]``, ``[1, 1]``, or 0-dim where the
+user's operand was 0-dim (type promotion differs).  Views, permutes and symbolic shape arguments do not survive into it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
 
-from .graph import Size
+from .graph import Size, map_args
 from .program import Program, Projection, Sink, SinkKind
 from .report import Rejection
 from .rowmap import RowMap
@@ -51,7 +51,8 @@ class Draft:
         self.origin = origin
         """A node of the region that it computes."""
         self.patterns: list[str] | None = None
-        """The patterns that took part when it runs over tiles of the vocabulary; None when it runs over chunks of rows."""
+        """The patterns that took part when it runs over tiles of the vocabulary; None when it runs over chunks of
+        rows."""
         self.graph = fx.Graph()
         self.n, self._logits, self._rows, self._whole, self._syms = (
             self.graph.placeholder(name) for name in ("n", "logits", "rows", "whole", "syms")
@@ -115,20 +116,20 @@ class Draft:
         returns the new places of its outputs."""
         rows = list(other.row_inputs) if rows is None else rows
         env: dict[fx.Node, fx.Node] = {other.n: self.n}
-        names = {"logits": list(other.projections), "rows": rows, "whole": list(other.whole_inputs)}
-        names["syms"] = list(other.sizes)
-        moved = dict(zip(other.row_inputs, rows))
+        names: dict[str, list[Any]] = {"logits": list(other.projections), "rows": rows}
+        names.update(whole=list(other.whole_inputs), syms=list(other.sizes))
+        moved: dict[Any, Any] = dict(zip(other.row_inputs, rows))
         for node in other.graph.nodes:
             if node.op == "placeholder":
                 continue
             source = node.args[0] if node.target is operator.getitem else None
             if isinstance(source, fx.Node) and source.op == "placeholder":
-                env[node] = self._take(source.name, names[source.name][node.args[1]], names)  # type: ignore[index]
+                env[node] = self._take(source.name, names[source.name][node.args[1]], names)
                 continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])  # type: ignore[misc]
+            args, kwargs = map_args(node, env.__getitem__)
             env[node] = self.call(node.target, *args, **kwargs)
         return [
-            self.keep(dataclasses.replace(out, value=env[out.value], operand=moved.get(out.operand, out.operand)))  # type: ignore[call-overload]
+            self.keep(dataclasses.replace(out, value=env[out.value], operand=moved.get(out.operand, out.operand)))
             for out in other.outputs
         ]
 
@@ -138,7 +139,7 @@ class Draft:
         if kind == "whole":
             return self.whole(item)
         if kind == "syms":
-            return self.size(item)  # type: ignore[return-value]
+            return cast(fx.Node, self.size(item))
         hidden: RowInput = names["rows"][item.hidden]
         bias = None if item.bias is None else self.whole_index(names["whole"][item.bias])
         weight = self.whole_index(names["whole"][item.weight])
@@ -175,8 +176,8 @@ class Draft:
 
 
 def print_function(graph: fx.Graph, name: str, values: list[fx.Node]) -> str:
-    """The source of a function of the graph's placeholders that returns ``values``; it needs only torch, operator, inf and nan,
-    computes nothing that is not asked for, and frees each value after its last use.
+    """The source of a function of the graph's placeholders that returns ``values``; it needs only torch, operator, inf
+    and nan, computes nothing that is not asked for, and frees each value after its last use.
 
     Raises Rejection for an argument that has no text."""
     live: set[fx.Node] = set(values)
@@ -209,11 +210,9 @@ def print_function(graph: fx.Graph, name: str, values: list[fx.Node]) -> str:
             lines.append(f"    {names[node]} = {text(node.args[0])}[{text(node.args[1])}]")
         else:
             given = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-            function = (
-                f"torch.ops.{node.target}"
-                if isinstance(node.target, torch._ops.OpOverload)
-                else f"operator.{node.target.__name__}"
-            )  # type: ignore[union-attr]
+            target: Any = node.target
+            is_operation = isinstance(target, torch._ops.OpOverload)
+            function = f"torch.ops.{target}" if is_operation else f"operator.{target.__name__}"
             lines.append(f"    {names[node]} = {function}({', '.join(given)})")
         dead = [
             names[a] for a in node.all_input_nodes if last_use[a] is node and a.op != "placeholder" and a not in values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -17,8 +17,10 @@ from .graph import (
     inputs_through_tuples,
     is_one,
     is_tensor,
+    node_arg,
     numel,
     prims,
+    right_aligned,
     same_sizes,
     shape,
     target_of,
@@ -50,7 +52,8 @@ class Region:
         return Emitter(self, self.drafts[key])
 
     def comes_from_logits(self, node: fx.Node) -> bool:
-        """A row value that is computed from vocabulary-sized values of its own depth; others come from outside, ready made."""
+        """A row value that is computed from vocabulary-sized values of its own depth; others come from outside, ready
+        made."""
         if node not in self._from_logits:
             self._from_logits[node] = False
             sources = [
@@ -65,7 +68,8 @@ class Region:
 
 
 class Emitter:
-    """Writes values into one draft.  Rules call its methods; ``rowmap`` leads from the draft's rows to those of a node."""
+    """Writes values into one draft.  Rules call its methods; ``rowmap`` leads from the draft's rows to those of a
+    node."""
 
     def __init__(self, region: Region, draft: Draft) -> None:
         self.region = region
@@ -76,10 +80,11 @@ class Emitter:
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, row values of an earlier depth that come from the logits are computed again from this program's logits.
+        """Inside, row values of an earlier depth that come from the logits are computed again from this program's
+        logits.
 
-        A comparison needs that: the backward's logits may differ from the forward's in the last bit (their matmul had another
-        number of rows), and ``z == z.amax()`` must still hold somewhere."""
+        A comparison needs that: the backward's logits may differ from the forward's in the last bit (their matmul had
+        another number of rows), and ``z == z.amax()`` must still hold somewhere."""
         before, self._recomputes = self._recomputes, True
         try:
             yield
@@ -161,11 +166,12 @@ class Emitter:
         if layout is None and target_of(x) in (aten.full.default, aten.scalar_tensor.default):
             return self._constant(x, x.args[1] if x.target is aten.full.default else x.args[0])
         if layout is None and target_of(x) is aten.expand.default:
-            return self.spread(x.args[0], sizes, vocab, rowmap)  # type: ignore[arg-type]
+            return self.spread(node_arg(x, 0), sizes, vocab, rowmap)
         return self.outer(x, sizes, vocab, rowmap)
 
     def spread(self, x: fx.Node, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> fx.Node:
-        """An operand that is expanded to ``sizes``; a 0-dim one stays dimensioned, as the user's was (types promote so)."""
+        """An operand that is expanded to ``sizes``; a 0-dim one stays dimensioned, as the user's was (types promote
+        so)."""
         if shape(x):
             return self.operand(x, sizes, vocab, rowmap)
         return self.call(aten.reshape.default, self.draft.whole(x), [1, 1])
@@ -178,7 +184,7 @@ class Emitter:
 
     def _scalar(self, x: fx.Node) -> fx.Node:
         if isinstance(value(x), torch.SymInt):
-            return self.draft.size(x)  # type: ignore[return-value]
+            return cast(fx.Node, self.draft.size(x))
         if isinstance(value(x), torch.SymFloat):
             # A float that varies becomes a 0-dim tensor; float64 and 0-dim promote as a Python float does.
             device = next(iter(self.region.heads)).meta["val"].device
@@ -191,7 +197,7 @@ class Emitter:
         b, own = self.builder, shape(x)
         if not own:
             return self.draft.whole(x)
-        padded: list[Size] = [1] * (len(sizes) - len(own)) + own
+        padded = right_aligned(own, len(sizes))
         columns: Size = 1 if vocab is None else padded[vocab]
         rows, all_rows = aligned_rows(own, len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab)
         order = list(range(len(sizes))) if vocab is None else [i for i in range(len(sizes)) if i != vocab] + [vocab]
@@ -203,8 +209,8 @@ class Emitter:
         if is_one(columns):
             flat = b.call(aten.expand.default, flat, b.dims([*all_rows, *([1] if vocab is not None else [])]))
             return self.draft.row(b.view(flat, [numel(all_rows), 1]), rowmap)
-        # Vocabulary-sized and shared by rows (a mask per sequence), or shifted: pick its rows inside the chunk, so that no
-        # [rows, vocabulary] copy of it is made.
+        # Vocabulary-sized and shared by rows (a mask per sequence), or shifted: pick its rows inside the chunk, so that
+        # no [rows, vocabulary] copy of it is made.
         iota = b.view(b.iota(numel(rows), value(x).device), rows)
         index = b.view(b.call(aten.expand.default, iota, b.dims(all_rows)), [numel(all_rows), 1])
         picked = self.call(aten.select.int, self.draft.row(index, rowmap), 1, 0)

@@ -1,31 +1,44 @@
 """Exits: the nodes that read the region and are not vocabulary-sized themselves.
 
-A row value is written by its own rule.  A contraction over the vocabulary or over the rows (the gradients of hidden, weight
-and bias) is linear in its vocabulary-sized operand, so that operand is first taken apart into terms, each with its own rows:
-the gradient of ``logits[:, :-1]`` costs a matmul over those rows only.
+A row value is written by its own rule.  A contraction over the vocabulary or over the rows (the gradients of hidden,
+weight and bias) is linear in its vocabulary-sized operand, so that operand is first taken apart into terms, each with
+its own rows: the gradient of ``logits[:, :-1]`` costs a matmul over those rows only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
 
 from .draft import Draft, Output, RowInput
-from .emit import Emitter, Region
-from .graph import GraphBuilder, Size, arg, aten, is_one, prims, same_sizes, shape, target_of, value
+from .emit import Region
+from .graph import GraphBuilder, Size, arg, aten, is_one, node_arg, prims, same_sizes, shape, target_of, value
 from .program import SinkKind
 from .rowmap import RowMap, Step
 from .rules import RULES
 from .rules.indexing import index_list, row_fill_vocab
 from .rules.reductions import WHOLE, Reduction, reduced_dims
-from .rules.selection import SelectionScatter, cat_dim, cat_steps, row_step_of_scatter
+from .rules.selection import SelectionScatter, cat_dim, cat_parts, cat_steps, row_step_of_scatter
 from .rules.views import Identity, Permute, View
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+_BY_VOCABULARY: dict[Any, Any] = {
+    aten.sum.default: aten.sum.dim_IntList,
+    aten.mean.default: aten.mean.dim,
+    aten.max.default: aten.amax.default,
+    aten.min.default: aten.amin.default,
+    aten.any.default: aten.any.dim,
+    aten.all.default: aten.all.dim,
+}
+"""For each reduction of a whole tensor the same of one dimension."""
+_PARTIAL = {
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim,
+}  # fmt: skip
+"""Reductions of one dimension whose results can be reduced further."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +57,12 @@ class Piece:
 
 @dataclasses.dataclass
 class Contribution:
-    """One output of a draft that an exit is made of; ``path`` leads from its rows to the exit's, which are the draft's or, after
-    programs were joined, the rows of ``piece``."""
+    """One output of a draft that an exit is made of; ``path`` leads from its rows to the exit's, which are the draft's
+    or, after programs were joined, the rows of ``piece``."""
 
     draft: Draft
     place: int
-    path: RowMap = RowMap()
+    path: RowMap = dataclasses.field(default_factory=RowMap)
     adds: bool = False
     """Rows may coincide, so they are added where they land."""
     piece: Piece | None = None
@@ -59,8 +72,8 @@ class Contribution:
 class Exit:
     """A node of the outer graph that the programs compute.
 
-    ``kind`` is that of its outputs, ``rows`` the row sizes of the region there; ``finish`` takes the two-dimensional result to
-    the shape of the node.
+    ``kind`` is that of its outputs, ``rows`` the row sizes of the region there; ``finish`` takes the two-dimensional
+    result to the shape of the node.
     """
 
     node: fx.Node
@@ -110,23 +123,18 @@ def _row_shape(node: fx.Node, vocab: int | None) -> Callable[[GraphBuilder, fx.N
 
 
 def _reduction(region: Region, node: fx.Node) -> Exit | None:
-    x: fx.Node = node.args[0]  # type: ignore[assignment]
+    x = node_arg(node, 0)
     layout = region.layouts[x]
     dims = reduced_dims(node)
     rows = [d for d, size in enumerate(shape(x)) if d != layout.vocab and not is_one(size)]
     if layout.vocab not in dims:
         if node.target is not aten.sum.dim_IntList or any(d not in dims for d in rows):
             return None
-        dtype = node.kwargs.get("dtype") or value(x).dtype
-        return _sum(
-            region, node, x, "total", None, [Term(t.node, t.path, (*t.casts, dtype), t.adds) for t in terms(region, x)]
-        )  # type: ignore[arg-type]
-    by_vocabulary = {
-        aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim, aten.max.default: aten.amax.default,
-        aten.min.default: aten.amin.default, aten.any.default: aten.any.dim, aten.all.default: aten.all.dim,
-    }.get(node.target, node.target)  # fmt: skip
-    partial_ops = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim)
-    if by_vocabulary not in partial_ops or (node.target in (aten.any.dim, aten.all.dim)):
+        dtype: Any = node.kwargs.get("dtype") or value(x).dtype
+        found = [dataclasses.replace(t, casts=(*t.casts, dtype)) for t in terms(region, x)]
+        return _sum(region, node, x, "total", None, found)
+    by_vocabulary = _BY_VOCABULARY.get(node.target, node.target)
+    if by_vocabulary not in _PARTIAL or (node.target in (aten.any.dim, aten.all.dim)):
         return None
     e = region.emitter(x)
     partial = Reduction.write(e, node, e.dense(x, RowMap()), by_vocabulary)
@@ -173,7 +181,9 @@ def _sum(
     for term in parts:
         e = region.emitter(term.node, region.depths[x])
         path = RowMap(term.path)
-        term_operand: Any = RowInput(operand, path) if kind in ("outer", "outer_t") else operand  # type: ignore[arg-type]
+        term_operand: RowInput | fx.Node | None = operand
+        if operand is not None and kind in ("outer", "outer_t"):
+            term_operand = RowInput(operand, path)
         columns = e.builder.dim(region.layouts.columns(term.node))
         out = Output(kind, e.value(term.node, RowMap()), columns, value(node).dtype, term_operand, term.casts)
         contributions.append(Contribution(e.draft, e.draft.keep(out), path, term.adds))
@@ -189,35 +199,33 @@ def terms(region: Region, x: fx.Node) -> list[Term]:
     layouts = region.layouts
     if x in layouts.conflicts or not layouts.is_wide(x):
         return [Term(x)]
-    inner = x.args[0] if x.args else None
+    inner: Any = x.args[0] if x.args else None
+    vocab = layouts[x].vocab
+    assert vocab is not None
     rule = RULES.get(x.target)
     if isinstance(rule, (Identity, View)) or (
         isinstance(rule, Permute) and layouts.get(inner) == _same_space(region, x, inner)
     ):
-        return terms(region, inner) if layouts.is_wide(inner) else [Term(x)]  # type: ignore[arg-type]
+        return terms(region, inner) if layouts.is_wide(inner) else [Term(x)]
     if x.target in _CASTS and layouts.is_wide(inner):
-        found = terms(region, inner)  # type: ignore[arg-type]
+        found = terms(region, inner)
         return [dataclasses.replace(t, casts=(*t.casts, value(x).dtype)) for t in found]
     if isinstance(rule, SelectionScatter) and _is_zero(inner) and _along_rows(region, x):
-        return _inside(region, x.args[1], row_step_of_scatter(_emitter(region, x), x))  # type: ignore[arg-type]
-    if x.target is aten.cat.default and cat_dim(x) != layouts[x].vocab:
-        steps = cat_steps(_emitter(region, x), x)
-        return [t for part, step in zip(x.args[0], steps) if not _is_zero(part) for t in _inside(region, part, step)]  # type: ignore[arg-type]
-    if x.target is aten.index_put.default and _is_zero(inner) and row_fill_vocab(x, layouts[x].vocab) is not None:
-        return _inside(region, x.args[2], rows_step(region, x), adds=bool(arg(x, 3, "accumulate", False)))  # type: ignore[arg-type]
+        return _inside(region, node_arg(x, 1), row_step_of_scatter(region.emitter(x), x))
+    if x.target is aten.cat.default and cat_dim(x) != vocab:
+        parts = zip(cat_parts(x), cat_steps(region.emitter(x), x))
+        return [t for part, step in parts if not _is_zero(part) for t in _inside(region, part, step)]
+    if x.target is aten.index_put.default and _is_zero(inner) and row_fill_vocab(x, vocab) is not None:
+        return _inside(region, node_arg(x, 2), rows_step(region, x), adds=bool(arg(x, 3, "accumulate", False)))
     if (
         x.target is aten.add.Tensor
         and not x.kwargs
         and all(layouts.is_wide(a) and same_sizes(shape(a), shape(x)) for a in x.args)
     ):
-        found = [t for a in x.args for t in terms(region, a)]  # type: ignore[arg-type]
+        found = [t for a in cast("tuple[fx.Node, ...]", x.args) for t in terms(region, a)]
         if any(t.path for t in found):
             return found
     return [Term(x)]
-
-
-def _emitter(region: Region, x: fx.Node) -> Emitter:
-    return region.emitter(x)
 
 
 def _same_space(region: Region, x: fx.Node, inner: Any) -> Any:

@@ -7,8 +7,8 @@ known, and otherwise they are taken to differ (which costs a rewrite, not a reco
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import sympy
 import torch
@@ -66,6 +66,11 @@ def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def right_aligned(sizes: Sequence[Size], rank: int) -> list[Size]:
+    """The sizes with ones before them, as broadcasting to ``rank`` dimensions reads them."""
+    return [*[1] * (rank - len(sizes)), *sizes]
+
+
 def numel(sizes: Iterable[Size]) -> Size:
     """Product of sizes; 1 for none."""
     total: Size = 1
@@ -94,11 +99,21 @@ def arg(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
+def node_arg(node: fx.Node, position: int) -> fx.Node:
+    """An argument that is known to be a node."""
+    return cast(fx.Node, node.args[position])
+
+
+def map_args(node: fx.Node, f: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node with ``f(x)`` for every node ``x`` in them."""
+    return cast("tuple[tuple[Any, ...], dict[str, Any]]", fx.map_arg((node.args, node.kwargs), f))
+
+
 def inputs_through_tuples(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node reads; for one result of an operation with several, what that operation reads."""
     source = node.args[0] if node.args else None
-    if target_of(source) is not None and not is_tensor(source):
-        return source.all_input_nodes  # type: ignore[union-attr]
+    if isinstance(source, fx.Node) and target_of(source) is not None and not is_tensor(source):
+        return source.all_input_nodes
     return node.all_input_nodes
 
 
@@ -142,7 +157,7 @@ class GraphBuilder:
         if list(order) == list(range(len(order))):
             return x
         if target_of(x) is aten.permute.default and len(order) == 2:
-            return x.args[0]  # type: ignore[return-value]
+            return node_arg(x, 0)
         return self.call(aten.permute.default, x, list(order))
 
     def iota(self, size: Size, device: torch.device) -> fx.Node:
@@ -171,7 +186,8 @@ class GraphBuilder:
         return self._uncut(parts, dim) or self.call(aten.cat.default, list(parts), dim)
 
     def _uncut(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
-        base, at = None, None
+        base: fx.Node | None = None
+        at: Size = 0
         for part in parts:
             if (
                 target_of(part) is not aten.slice.Tensor
@@ -181,11 +197,11 @@ class GraphBuilder:
                 return None
             start, size = self.size_of(arg(part, 2, "start", 0) or 0), shape(part)[dim]
             if base is None:
-                base, at = part.args[0], 0
-            if part.args[0] is not base or not same(start, at):  # type: ignore[arg-type]
+                base = node_arg(part, 0)
+            if part.args[0] is not base or not same(start, at):
                 return None
-            at = at + size  # type: ignore[operator]
-        return base if same(at, shape(base)[dim]) else None  # type: ignore[arg-type, return-value]
+            at = at + size
+        return base if same(at, shape(base)[dim]) else None
 
     # Sizes
 
@@ -217,13 +233,13 @@ class GraphBuilder:
             node = before.next
             while node is not self.output:
                 values = [value(a) if isinstance(a, fx.Node) else a for a in node.args]
-                node.meta["val"] = node.target(*values)  # type: ignore[operator]
+                node.meta["val"] = node.target(*values)
                 node = node.next
         return self._symbols[expr]
 
     def _collect_symbols(self, late: set[fx.Node]) -> None:
-        """Which node gives which symbolic size.  Inputs first, and the backward last: a size that the forward reads must not
-        come from a tangent, nor from a tensor that the rewrite is about to remove."""
+        """Which node gives which symbolic size.  Inputs first, and the backward last: a size that the forward reads
+        must not come from a tangent, nor from a tensor that the rewrite is about to remove."""
 
         def source(node: fx.Node) -> tuple[bool, bool]:
             return node in late, node.op != "placeholder" and any(is_tensor(a) for a in node.all_input_nodes)

@@ -6,21 +6,22 @@ import dataclasses
 
 import torch.fx as fx
 
-from .graph import GraphBuilder, Size, arg, aten, hint, is_tensor, shape, target_of
+from .graph import GraphBuilder, Size, arg, aten, hint, is_tensor, node_arg, shape, target_of
 
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Matmul targets and the position of their first factor."""
 
 _PASSES_THROUGH = {
-    aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.alias.default,
-    aten._to_copy.default,
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int,
+    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int,
+    aten.clone.default, aten.alias.default, aten._to_copy.default,
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """``node`` = alpha * hidden x weight (+ beta * bias), with its vocabulary along dimension ``vocab`` of the result."""
+    """``node`` = alpha * hidden x weight (+ beta * bias), with its vocabulary along dimension ``vocab`` of the
+    result."""
 
     node: fx.Node
     hidden: fx.Node
@@ -55,7 +56,7 @@ class Head:
 def weight_root(node: fx.Node) -> fx.Node:
     """The tensor that a weight operand is a view, a part or a cast of."""
     while target_of(node) in _PASSES_THROUGH or _is_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node_arg(node, 0)
     return node
 
 
@@ -66,8 +67,8 @@ def _is_cast(node: fx.Node) -> bool:
 def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
     """The forward matmuls that are wider than hidden: ``[N, H] x [H, V]`` with V > H, in either orientation.
 
-    Of heads with very different V only the widest count, and none that another's weight is computed from: a layer of the network
-    or a low-rank update of a weight is no head.
+    Of heads with very different V only the widest count, and none that another's weight is computed from: a layer of
+    the network or a low-rank update of a weight is no head.
     """
     heads = []
     for node in graph.nodes:
@@ -94,18 +95,18 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _as_head(node: fx.Node, first: int) -> Head | None:
-    a, b = node.args[first], node.args[first + 1]
+    a, b = node_arg(node, first), node_arg(node, first + 1)
     rows, inner, columns = shape(a)[-2], shape(a)[-1], shape(b)[-1]
     bias: fx.Node | None = None
     if first == 1:
-        bias = node.args[0]  # type: ignore[assignment]
+        bias = node_arg(node, 0)
         if len(shape(bias)) != 1:
             return None
     wide_right, wide_left = hint(columns) > hint(inner), hint(rows) > hint(inner)
     prefers_left = wide_left and first == 0 and (not wide_right or (_is_parameter(a) and not _is_parameter(b)))
     if wide_right and not prefers_left:
-        return Head(node, a, b, bias, 1)  # type: ignore[arg-type]
-    return Head(node, b, a, None, 0) if prefers_left else None  # type: ignore[arg-type]
+        return Head(node, a, b, bias, 1)
+    return Head(node, b, a, None, 0) if prefers_left else None
 
 
 def _is_parameter(node: object) -> bool:

@@ -1,9 +1,9 @@
 """Which nodes are vocabulary-sized, and along which dimension.
 
 A :class:`Layout` says of a node: its rows are those of a *row space*, enumerated in row-major order over the dimensions
-other than ``vocab``; ``vocab`` is the dimension that runs over the vocabulary, or None for one value a row.  Layouts spread
-from the heads, forwards along the uses and backwards to the operands (the one-hot of a log-softmax's backward descends
-from ``full``, not from a head), by one rule per operation (:mod:`inductor_grpo.rules`), until nothing changes.
+other than ``vocab``; ``vocab`` is the dimension that runs over the vocabulary, or None for one value a row.  Layouts
+spread from the heads, forwards along the uses and backwards to the operands (the one-hot of a log-softmax's backward
+descends from ``full``, not from a head), by one rule per operation (:mod:`inductor_grpo.rules`), until nothing changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
-from .graph import Size, aten, hint, is_one, is_tensor, shape, target_of
+from .graph import Size, aten, hint, is_one, is_tensor, right_aligned, shape, target_of
 
 
 class Layout(NamedTuple):
@@ -66,10 +66,6 @@ class Layouts:
         """The layout of a node, or None."""
         return self[node] if isinstance(node, fx.Node) and node in self._layouts else None
 
-    def nodes(self) -> list[fx.Node]:
-        """All nodes that have a layout."""
-        return list(self._layouts)
-
     def drop(self, nodes: set[fx.Node]) -> None:
         """Forgets the layouts of some nodes."""
         for node in nodes:
@@ -77,7 +73,8 @@ class Layouts:
             self.conflicts.pop(node, None)
 
     def set(self, node: object, space: int, vocab: int | None) -> None:
-        """Gives a node a layout (a tensor computed in the graph; others are ignored) and queues what follows from it."""
+        """Gives a node a layout (a tensor computed in the graph; others are ignored) and queues what follows from
+        it."""
         if target_of(node) is None or not is_tensor(node):
             return
         assert isinstance(node, fx.Node)
@@ -114,7 +111,7 @@ class Layouts:
     def is_wide(self, node: object) -> bool:
         """Vocabulary-sized: a node of the region that must not exist in memory (a few columns a row are allowed)."""
         layout = self.get(node)
-        return layout is not None and layout.vocab is not None and hint(self.columns(node)) * 4 > self.vocabulary  # type: ignore[arg-type]
+        return layout is not None and layout.vocab is not None and hint(shape(node)[layout.vocab]) * 4 > self.vocabulary
 
     def drain(self) -> list[fx.Node]:
         """Nodes whose rules must be applied (again) because a layout next to them is new."""
@@ -128,5 +125,4 @@ class Layouts:
 
 def aligned_rows(sizes: list[Size], rank: int, vocab: int | None) -> list[Size]:
     """Row sizes of an operand, right-aligned to ``rank`` dimensions, without dimension ``vocab``."""
-    padded: list[Size] = [1] * (rank - len(sizes)) + sizes
-    return [s for i, s in enumerate(padded) if i != vocab]
+    return [s for i, s in enumerate(right_aligned(sizes, rank)) if i != vocab]

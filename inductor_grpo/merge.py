@@ -1,8 +1,8 @@
 """Making few programs of many.
 
-A loop over rows or chunks that the user wrote gives one program a piece, all with the same text: they become one program over
-all of the rows.  Programs that project the same hidden rows become one, so that their logits are computed once.  Terms of one
-gradient that end up in one program are added before the matmul.
+A loop over rows or chunks that the user wrote gives one program a piece, all with the same text: they become one
+program over all of the rows.  Programs that project the same hidden rows become one, so that their logits are computed
+once.  Terms of one gradient that end up in one program are added before the matmul.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from .draft import Draft, RowInput
 from .exits import Contribution, Exit, Piece
-from .graph import GraphBuilder, Size, arg, aten, hint, numel, prims, same, same_sizes, shape, target_of
+from .graph import GraphBuilder, Size, arg, aten, hint, node_arg, numel, prims, same, same_sizes, shape, target_of
 from .rowmap import RowMap, Step, partition
 from .rules.selection import select_step, slice_step
 
@@ -51,7 +51,8 @@ def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -
 
 
 def _sums_meet(group: list[Draft], exits: list[Exit]) -> bool:
-    """What the pieces sum over their rows (weight gradients) is only ever added up, so that one sum can stand for all."""
+    """What the pieces sum over their rows (weight gradients) is only ever added up, so that one sum can stand for
+    all."""
     for place, out in enumerate(group[0].outputs):
         if out.kind not in ("outer", "outer_t", "total"):
             continue
@@ -71,7 +72,8 @@ _LINEAR = {aten.permute.default, aten.view.default, aten.reshape.default, aten.c
 
 
 def _end_of_sum(node: fx.Node) -> tuple[object, ...]:
-    """The last addition that a value flows into by itself, and what happens to it on the way; its own when there is none."""
+    """The last addition that a value flows into by itself, and what happens to it on the way; its own when there is
+    none."""
     way: list[object] = []
     end: tuple[object, ...] = (node,)
     while len(node.users) == 1:
@@ -145,7 +147,8 @@ def _span(row: RowInput) -> tuple[int, Size]:
 
 
 def _cut(inputs: list[list[RowInput]]) -> tuple[int, tuple[Size, ...], int] | None:
-    """A row input of which the pieces read consecutive spans of one tensor; its place, its rows and the dimension cut."""
+    """A row input of which the pieces read consecutive spans of one tensor; its place, its rows and the dimension
+    cut."""
     for place, column in enumerate(zip(*inputs)):
         node = column[0].node
         maps = [r.map for r in column]
@@ -168,7 +171,7 @@ def _peel(builder: GraphBuilder, row: RowInput) -> RowInput:
     source = node.args[0] if target_of(node) in (aten.view.default, aten.reshape.default) else node
     if target_of(source) not in (aten.slice.Tensor, aten.select.int) or not isinstance(source, fx.Node):
         return row
-    base: fx.Node = source.args[0]  # type: ignore[assignment]
+    base = node_arg(source, 0)
     dim, sizes = arg(source, 1, "dim", 0) % len(shape(base)), shape(base)
     if (
         dim == len(sizes) - 1
@@ -215,8 +218,8 @@ def _shares(a: Draft, b: Draft, exits: list[Exit]) -> bool:
 
 
 def _whole_again(exit: Exit, seen: set[tuple[int, int]]) -> None:
-    """Contributions that are all the pieces of one output, each in its own place, are that output; and the sum over the rows
-    of a joined program is there once for all exits (the others are zero), not once a piece."""
+    """Contributions that are all the pieces of one output, each in its own place, are that output; and the sum over the
+    rows of a joined program is there once for all exits (the others are zero), not once a piece."""
     kept: list[Contribution] = []
     for contribution in exit.contributions:
         key = (id(contribution.draft), contribution.place)
@@ -236,11 +239,13 @@ def _whole_again(exit: Exit, seen: set[tuple[int, int]]) -> None:
 
 
 def _complete(exit: Exit, contribution: Contribution) -> bool:
-    rest = contribution.path.steps[1:]
+    piece, rest = contribution.piece, contribution.path.steps[1:]
     mine = [c for c in exit.contributions if c.draft is contribution.draft and c.place == contribution.place]
-    if any(c.piece is None or c.piece.step is None or c.path.steps != (c.piece.step, *rest) for c in mine):
+    if piece is None or any(
+        c.piece is None or c.piece.step is None or c.path.steps != (c.piece.step, *rest) for c in mine
+    ):
         return False
-    return partition([c.path.steps[0] for c in mine], contribution.piece.rows) is not None  # type: ignore[union-attr]
+    return partition([c.path.steps[0] for c in mine], piece.rows) is not None
 
 
 def _add_terms(exit: Exit) -> None:

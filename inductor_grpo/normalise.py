@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.fx as fx
 
 from ._compat import fxgraph
 from .depth import after_tangent
-from .graph import GraphBuilder, Size, arg, aten, hint, is_one, same, same_sizes, shape, target_of
+from .graph import GraphBuilder, Size, arg, aten, hint, is_one, node_arg, same, same_sizes, shape, target_of
 
 
 def normalise(graph: fx.Graph) -> fx.Graph:
-    """A copy of ``graph`` without no-ops, with equal calls made once, and reads of a part that was just written resolved."""
+    """A copy of ``graph`` without no-ops, with equal calls made once, and reads of a part that was just written
+    resolved."""
     copy = fx.Graph(graph.owning_module)
-    output = copy.graph_copy(graph, env := {})
+    env: dict[fx.Node, fx.Node] = {}
+    output = copy.graph_copy(graph, env)
     copy.output(output)
     for old, new in env.items():
         new.meta = dict(old.meta)
@@ -30,7 +32,8 @@ def normalise(graph: fx.Graph) -> fx.Graph:
 
 
 def _flatten_batched_matmuls(graph: fx.Graph) -> None:
-    """Matmuls of a batch with one weight become matmuls of all its rows, and sums over the batch matmuls over all rows."""
+    """Matmuls of a batch with one weight become matmuls of all its rows, and sums over the batch matmuls over all
+    rows."""
     batched = [n for n in graph.nodes if target_of(n) is aten.bmm.default]
     if not batched:
         return
@@ -47,21 +50,22 @@ def _flatten_batched_matmuls(graph: fx.Graph) -> None:
 
 
 def _as_one_matmul(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
-    left, right = node.args
+    left, right = node_arg(node, 0), node_arg(node, 1)
     (batch, rows, inner), columns = shape(left), shape(right)[-1]
     if is_one(batch):
-        return b.call(aten.mm.default, b.view(left, [rows, inner]), b.view(right, [inner, columns]))  # type: ignore[arg-type]
+        return b.call(aten.mm.default, b.view(left, [rows, inner]), b.view(right, [inner, columns]))
     weight = _repeated(b, right)
     if weight is None:
         return None
-    return b.call(aten.mm.default, b.view(left, [batch * rows, inner]), weight)  # type: ignore[arg-type]
+    return b.call(aten.mm.default, b.view(left, [batch * rows, inner]), weight)
 
 
 def _pad_short_indices(graph: fx.Graph) -> None:
     """Gives the index of a gather or scatter_add as many rows as the tensor that it indexes.
 
-    Torch lets it have fewer.  Two inputs whose sizes became symbolic one by one (hidden and labels) have unrelated symbols, so
-    this is how most recompiled graphs look.  The added rows pick, or add zero to, element 0 and are cut off again.
+    Torch lets it have fewer.  Two inputs whose sizes became symbolic one by one (hidden and labels) have unrelated
+    symbols, so this is how most recompiled graphs look.  The added rows pick, or add zero to, element 0 and are cut off
+    again.
     """
     builder: GraphBuilder | None = None
     for node in list(graph.nodes):
@@ -106,21 +110,25 @@ def _repeated(b: GraphBuilder, x: Any) -> fx.Node | None:
     if target_of(x) is not aten.expand.default:
         return None
     source = shape(x.args[0])
-    repeats = len(source) in (2, 3) and same_sizes(source[-2:], shape(x)[-2:]) and (len(source) == 2 or is_one(source[0]))
-    return b.view(x.args[0], source[-2:]) if repeats else None
+    one_matrix = len(source) == 2 or (len(source) == 3 and is_one(source[0]))
+    return b.view(x.args[0], source[-2:]) if one_matrix and same_sizes(source[-2:], shape(x)[-2:]) else None
 
 
 def _as_sum_over_batch(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
-    if target_of(node) is not aten.sum.dim_IntList or list(node.args[1]) != [0] or node.kwargs.get("dtype"):  # type: ignore[call-overload]
+    if target_of(node) is not aten.sum.dim_IntList:
         return None
-    left, right = node.args[0].args  # type: ignore[union-attr]
+    if list(cast("list[int]", node.args[1])) != [0] or node.kwargs.get("dtype"):
+        return None
+    product = node_arg(node, 0)
+    left, right = node_arg(product, 0), node_arg(product, 1)
     (batch, rows, inner), columns = shape(left), shape(right)[-1]
-    joined = b.view(b.permute(left, [1, 0, 2]), [rows, batch * inner])  # type: ignore[arg-type]
-    return b.call(aten.mm.default, joined, b.view(right, [batch * inner, columns]))  # type: ignore[arg-type]
+    joined = b.view(b.permute(left, [1, 0, 2]), [rows, batch * inner])
+    return b.call(aten.mm.default, joined, b.view(right, [batch * inner, columns]))
 
 
 def _resolve_reads_of_writes(graph: fx.Graph) -> None:
-    """``slice(slice_scatter(base, src, where), where)`` is ``src``: what functionalisation leaves of in-place edits of views."""
+    """``slice(slice_scatter(base, src, where), where)`` is ``src``: what functionalisation leaves of in-place edits of
+    views."""
     scatters = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
     for node in list(graph.nodes):
         target = target_of(node)

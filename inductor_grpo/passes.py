@@ -41,8 +41,8 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
         adopt(graph, candidate)
     elif not rejections:
         message = (
-            "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced over V);"
-            " compile the head and the loss together"
+            "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced"
+            " over V); compile the head and the loss together"
         )
         rejections.append(Rejection("NO_HEAD", message))
     return Report(report.rewrites, rejections)
@@ -62,7 +62,7 @@ def adopt(graph: fx.Graph, candidate: fx.Graph) -> None:
             env[node] = next(placeholders)
             continue
         if node.op == "output":
-            output.args = fx.map_arg(node.args, lambda n: env[n])  # type: ignore[assignment]
+            output.args = fx.map_arg(node.args, lambda n: env[n])
             continue
         with graph.inserting_before(output):
             env[node] = graph.node_copy(node, lambda n: env[n])

@@ -1,10 +1,11 @@
 """Patterns: known shapes of maths on logits, and the better way to run them.
 
-A pattern is an acceleration: without it the engine streams the same region over chunks of rows, and tests hold the two against
-each other.  It is written in the language of users.  Its ``spellings`` are plain functions of logits ``z`` ``[n, V]`` that give
-one value a row ``[n, 1]``; each comes with a function of the online statistics (:mod:`inductor_grpo.online`) that gives the same
-value.  They are traced, turned into a pattern of Inductor's matcher, and looked for in the bodies of chunk programs, where every
-view and every dimension argument is already canonical; numbers, dimensions and dtypes must be equal, nothing is a wildcard but z.
+A pattern is an acceleration: without it the engine streams the same region over chunks of rows, and tests hold the two
+against each other.  It is written in the language of users.  Its ``spellings`` are plain functions of logits ``z``
+``[n, V]`` that give one value a row ``[n, 1]``; each comes with a function of the online statistics
+(:mod:`inductor_grpo.online`) that gives the same value.  They are traced, turned into a pattern of Inductor's matcher,
+and looked for in the bodies of chunk programs, where every view and every dimension argument is already canonical;
+numbers, dimensions and dtypes must be equal, nothing is a wildcard but z.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .report import Rejection
 class Spelling:
     """``value(z)`` as users (or torch's decompositions) write it, and ``online(m, s, t)`` from the statistics of z.
 
-    m: maximum, s: sum of exponentials, t: their weighted sum, each ``[n, 1]``; see :mod:`inductor_grpo.online`.  A second
-    parameter ``zero`` of ``value`` stands for the 0-dim constant 0."""
+    m: maximum, s: sum of exponentials, t: their weighted sum, each ``[n, 1]``; see :mod:`inductor_grpo.online`.  A
+    second parameter ``zero`` of ``value`` stands for the 0-dim constant 0."""
 
     value: Callable[..., Tensor]
     online: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -100,7 +101,7 @@ def matcher_of(name: str) -> matcher.Matcher:
 
 def is_zero(node: fx.Node) -> bool:
     """A constant 0 in a body."""
-    return node.target is torch.ops.aten.full.default and node.args[1] == 0
+    return node.target is torch.ops.aten.full.default and bool(node.args[1] == 0)
 
 
 def trace(value: Callable[..., Tensor]) -> fx.GraphModule:

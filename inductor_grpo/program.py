@@ -1,7 +1,7 @@
 """The chunk program: what one region does to one run of rows, as data.
 
-A region becomes one call of ``inductor_grpo::rows`` and carries its program as *text*, not as a registry id or a closure:
-FX and AOTAutograd caches then work in a process that never ran the pass.
+A region becomes one call of ``inductor_grpo::rows`` and carries its program as *text*, not as a registry id or a
+closure: FX and AOTAutograd caches then work in a process that never ran the pass.
 
 A program runs in three steps for each run of ``n`` rows:
 
@@ -22,7 +22,8 @@ SinkKind = Literal["row", "contract", "outer", "outer_t", "total"]
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """``rows[hidden] @ whole[weight]`` with hidden ``[n, H]``, weight ``[H, V]`` (any strides) and bias ``[V]`` or None."""
+    """``rows[hidden] @ whole[weight]`` with hidden ``[n, H]``, weight ``[H, V]`` (any strides) and bias ``[V]`` or
+    None."""
 
     hidden: int
     weight: int
@@ -50,6 +51,12 @@ class Sink:
     columns: int | str
     dtype: str
     accumulate: str = "float32"
+
+    @property
+    def input(self) -> int:
+        """``operand``, of a kind that has one."""
+        assert self.operand is not None
+        return self.operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +87,16 @@ class Program:
 class TileProgram:
     """A program that runs over tiles of the vocabulary, ``logits = rows[hidden] @ whole[weight][:, start:stop]``.
 
-    ``tile``    source of ``tile(n, start, columns, logits, rows, whole, syms) -> tuple``: what one tile gives, see ``results``
-    ``results`` for each of them its use and dtype, ``"softmax/float32"``: "softmax" and "softmax_weighted" keep online statistics
-                (:mod:`inductor_grpo.online`), "sum", "max" and "min" reduce over the vocabulary, "pick" is an element that one
-                tile has and "hit" whether this tile has it (it must be found once, or the label was out of range), "wide" is
-                read by a sink
-    ``finish``  source of ``finish(n, statistics, rows, whole, syms) -> tuple``: the row values; statistics are ``[n, 1]``, in the
-                order of the results
-    ``sinks``   row sinks read finish's values; contract, outer, outer_t and total sinks read the "wide" results, numbered among
-                themselves
+    ``tile``    source of ``tile(n, start, columns, logits, rows, whole, syms) -> tuple``: what one tile gives, see
+                ``results``
+    ``results`` for each of them its use and dtype, ``"softmax/float32"``: "softmax" and "softmax_weighted" keep online
+                statistics (:mod:`inductor_grpo.online`), "sum", "max" and "min" reduce over the vocabulary, "pick" is
+                an element that one tile has and "hit" whether this tile has it (it must be found once, or the label was
+                out of range), "wide" is read by a sink
+    ``finish``  source of ``finish(n, statistics, rows, whole, syms) -> tuple``: the row values; statistics are
+                ``[n, 1]``, in the order of the results
+    ``sinks``   row sinks read finish's values; contract, outer, outer_t and total sinks read the "wide" results,
+                numbered among themselves
     ``sliced_rows``, ``sliced_whole``  inputs with a vocabulary dimension, of which a tile sees its own columns
     """
 
@@ -109,6 +117,12 @@ class TileProgram:
     def from_text(text: str) -> TileProgram:
         """Reads what :meth:`to_text` wrote."""
         data = json.loads(text)
-        data["projections"] = tuple(Projection(**p) for p in data["projections"])
-        data["sinks"] = tuple(Sink(**s) for s in data["sinks"])
-        return TileProgram(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        return TileProgram(
+            projections=tuple(Projection(**p) for p in data["projections"]),
+            tile=data["tile"],
+            results=tuple(data["results"]),
+            finish=data["finish"],
+            sinks=tuple(Sink(**s) for s in data["sinks"]),
+            sliced_rows=tuple(data["sliced_rows"]),
+            sliced_whole=tuple(data["sliced_whole"]),
+        )

@@ -1,8 +1,8 @@
 """Selections of rows, as index maps.
 
-``logits[:, :-1]``, a mask, a roll or a row loop selects rows of the logits.  A :class:`RowMap` carries such selections down
-to the leaves of a region, where they select rows of hidden instead: slice(mm) becomes mm(slice), and rows that nobody reads
-are never projected.  A step is any view-like operation, applied to an iota of the parent's row positions.
+``logits[:, :-1]``, a mask, a roll or a row loop selects rows of the logits.  A :class:`RowMap` carries such selections
+down to the leaves of a region, where they select rows of hidden instead: slice(mm) becomes mm(slice), and rows that
+nobody reads are never projected.  A step is any view-like operation, applied to an iota of the parent's row positions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .graph import GraphBuilder, Size, aten, hint, numel, same, same_sizes
 class Step:
     """Positions of the selected rows in the parent's rows.
 
-    ``select`` maps positions ``[*parent]`` to those that are kept; two steps with the same ``key`` are the same selection.
-    ``span`` is set when rows ``start : start + length`` of dimension ``dim`` are kept.
+    ``select`` maps positions ``[*parent]`` to those that are kept; two steps with the same ``key`` are the same
+    selection.  ``span`` is set when rows ``start : start + length`` of dimension ``dim`` are kept.
     """
 
     key: Hashable
@@ -31,8 +31,8 @@ class Step:
     inverse_of: Step | None = dataclasses.field(default=None, compare=False)
 
     def positions(self, b: GraphBuilder, device: torch.device) -> fx.Node:
-        """``[m]`` int64: for each selected row its position among the parent's (for an inverse step: where it came from,
-        0 where it came from nowhere)."""
+        """``[m]`` int64: for each selected row its position among the parent's (for an inverse step: where it came
+        from, 0 where it came from nowhere)."""
         if self.inverse_of is not None:
             return b.call(aten.clamp_min.default, self._origin(b, device), 0)
         iota = b.view(b.iota(numel(self.parent), device), self.parent)
@@ -56,13 +56,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Rows ``start : start + length`` of dimension ``dim`` of the parent's row dimensions; ``dropped`` when a select
-    removed the dimension."""
+    """Rows ``start : start + length`` of dimension ``dim`` of the parent's row dimensions."""
 
     dim: int
     start: Size
     length: Size
-    dropped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +90,8 @@ class RowMap:
 
 
 def partition(steps: list[Step], whole: tuple[Size, ...]) -> int | None:
-    """The dimension along which the steps, in any order, cut rows ``whole`` into consecutive spans; None when they do not."""
+    """The dimension along which the steps, in any order, cut rows ``whole`` into consecutive spans; None when they do
+    not."""
     spans = []
     for step in steps:
         if step.span is None or not same_sizes(step.parent, whole):

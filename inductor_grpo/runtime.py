@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ MIB = 2**20
 # first number.  A weight gradient's sum is read and written once a chunk, so fewer chunks pay: the second number, or
 # as much as the cast of the sum at the end takes anyway (the buffer is gone by then), up to the third.
 CPU_CHUNK_BYTES = 64 * MIB
-CUDA_CHUNK_BYTES = (384 * MIB, 640 * MIB, 1280 * MIB)
-# Columns of a vocabulary tile, and bytes of one [rows, tile] buffer of logits by default.  The width does not depend on the
-# number of rows, so that two compiled steps (for a full tile and for the last) serve every number of rows.
+CUDA_CHUNK_BYTES = (256 * MIB, 640 * MIB, 1280 * MIB)
+# Columns of a vocabulary tile, and bytes of one [rows, tile] buffer of logits by default.  The width does not depend on
+# the number of rows, so that two compiled steps (for a full tile and for the last) serve every number of rows.
 TILE_COLUMNS = {"cpu": 2048, "cuda": 8192}
 TILE_BYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
 # fp32 copies made per step of a gradient product where no kernel sums bf16 products in fp32.
@@ -63,17 +64,16 @@ def shape(sink: Sink, rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, s
         return n, columns(sink, syms)
     if sink.kind == "total":
         return 1, columns(sink, syms)
-    assert sink.operand is not None
     if sink.kind == "contract":
-        return n, whole[sink.operand].shape[1]
-    hidden = rows[sink.operand].shape[1]
+        return n, whole[sink.input].shape[1]
+    hidden = rows[sink.input].shape[1]
     return (columns(sink, syms), hidden) if sink.kind == "outer" else (hidden, columns(sink, syms))
 
 
 @functools.cache
 def dtype(name: str) -> torch.dtype:
     """The dtype called ``name``, such as ``"bfloat16"``."""
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 def chunk_rows(n: int, row_bytes: int, budget: int) -> int:
@@ -135,9 +135,9 @@ class _Loop:
         if n:
             self._chunks(size, outputs, sums)
         for position, total in sums.items():
-            outputs[position] = total.tensor.to(dtype(sinks[position].dtype))
-            total.tensor = outputs[position]  # type: ignore[assignment]  # frees the accumulator before the next cast
-        return outputs  # type: ignore[return-value]
+            result = total.tensor.to(dtype(sinks[position].dtype))
+            outputs[position] = total.tensor = result  # frees the accumulator before the next cast
+        return cast("list[Tensor]", outputs)
 
     def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, Sum]) -> None:
         n, program, sinks = self.n, self.program, self.program.sinks
@@ -168,9 +168,10 @@ class _Loop:
             by_value = dict(zip(body.plan.operands, operands, strict=True))
             for position, sink in enumerate(sinks):
                 if sink.kind == "contract":
-                    self._contract(by_value[sink.value], self.whole[sink.operand], outputs[position][start:stop])  # type: ignore[index]
+                    result = cast(Tensor, outputs[position])
+                    self._contract(by_value[sink.value], self.whole[sink.input], result[start:stop])
                 elif sink.kind in ("outer", "outer_t"):
-                    value, other = by_value[sink.value], self.rows[sink.operand][start:stop]  # type: ignore[index]
+                    value, other = by_value[sink.value], self.rows[sink.input][start:stop]
                     left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
                     add_product(sums[position], left, right)
                 elif position in late_totals:
@@ -201,7 +202,8 @@ class _Loop:
         return max(plain, min(max(casts), most))
 
     def _needs_temporaries(self) -> bool:
-        """The body reduces over the vocabulary before it can write a gradient, which takes fp32 buffers of a chunk's size."""
+        """The body reduces over the vocabulary before it can write a gradient, which takes fp32 buffers of a chunk's
+        size."""
         return "aten.sum.dim_IntList" in self.program.body
 
     def _sum_dtype(self, sink: Sink, single: bool) -> torch.dtype:
@@ -211,7 +213,7 @@ class _Loop:
         return torch.promote_types(dtype(sink.accumulate), result)
 
     def _width(self, sink: Sink) -> int:
-        return self.whole[sink.operand].shape[0] if sink.kind == "contract" else columns(sink, self.syms)  # type: ignore[index]
+        return self.whole[sink.input].shape[0] if sink.kind == "contract" else columns(sink, self.syms)
 
     @staticmethod
     def _contract(value: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -260,7 +262,7 @@ class _Loop:
         for value in widths:
             sink = next(s for s in program.sinks if s.value == value and s.kind in bodies.MATMUL_KINDS)
             other = self.whole if sink.kind == "contract" else self.rows
-            kind = other[sink.operand].dtype  # type: ignore[index]
+            kind = other[sink.input].dtype
             match = next((i for i, logits in free.items() if logits == (widths[value], kind)), None)
             if match is not None:
                 del free[match]

@@ -1,8 +1,8 @@
-"""Finding the regions of a graph and putting chunk programs in their place."""
+"""Putting chunk programs in the place of a graph's regions."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,37 +11,18 @@ import torch.fx as fx
 
 from . import plan
 from ._compat import fxgraph
+from .components import Component, find_components, is_logits_like, reads_another
 from .config import Settings
-from .depth import TANGENT_DEPTH, after_tangent, node_depths
+from .depth import after_tangent, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
-from .graph import GraphBuilder, aten, hint, inputs_through_tuples, is_tensor, nbytes, numel, same_sizes, shape, target_of, value
-from .heads import MATMULS, Head, find_heads, weight_root
+from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, numel, shape, value
+from .heads import find_heads
 from .layout import Layouts
 from .merge import merge
 from .report import Location, Rejection, Report
 from .rowmap import RowMap
-from .rules import RULES, infer_layouts
-from .rules.reductions import MULTIPLE, SPLITS, WHOLE, Reduction, reduced_dims
-
-
-@dataclasses.dataclass
-class Component:
-    """Regions that touch each other; they are rewritten together or not at all."""
-
-    heads: list[Head]
-    nodes: set[fx.Node]
-
-    @property
-    def location(self) -> Location | None:
-        """The line of the first head."""
-        return Location.of(self.heads[0].node)
-
-    @property
-    def logits_bytes(self) -> int:
-        """The largest tensor of each head's vocabulary that the graph makes, all heads together."""
-        return sum(nbytes(h.node) for h in self.heads)
 
 
 class Refused(Exception):
@@ -56,8 +37,8 @@ class Refused(Exception):
 def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> Report:
     """Rewrites every region of ``graph`` in place, except those of the heads at the positions ``left_alone``.
 
-    Raises :class:`Refused` when a region cannot be rewritten: the graph is then spoiled, and the caller starts again from a
-    fresh copy without it.
+    Raises :class:`Refused` when a region cannot be rewritten: the graph is then spoiled, and the caller starts again
+    from a fresh copy without it.
     """
     backward = after_tangent(graph)
     heads = find_heads(graph, backward)
@@ -68,7 +49,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     real = [c for c in components if is_logits_like(c, layouts)]
     for component in components:
         places = frozenset(positions[h.node] for h in component.heads)
-        if places & left_alone or component not in real or _reads_another(component, real, layouts):
+        if places & left_alone or component not in real or reads_another(component, real, layouts):
             layouts.drop(component.nodes)
             continue
         if (rejection := plan.reason_to_leave(component, settings, len(chosen))) is not None:
@@ -111,98 +92,18 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     return Report(rewrites)
 
 
+def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
+    return new if node is old else node
+
+
 def _free_sizes(builder: GraphBuilder, layouts: Layouts) -> None:
     """Sizes that are read off a region's tensor are computed from the inputs' sizes instead."""
     for node in list(builder.graph.nodes):
         if isinstance(value(node), torch.SymInt) and any(layouts.is_wide(a) for a in node.all_input_nodes):
             dim = builder.dim(value(node))
             for user in list(node.users):
-                user.args = fx.map_arg(user.args, lambda a, node=node, dim=dim: dim if a is node else a)  # type: ignore[misc]
-                user.kwargs = fx.map_arg(user.kwargs, lambda a, node=node, dim=dim: dim if a is node else a)  # type: ignore[misc]
+                user.args, user.kwargs = map_args(user, functools.partial(_replaced, node, dim))
     fxgraph.sort_topologically(builder.graph)
-
-
-def find_components(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> list[Component]:
-    """Gives the regions their layouts and groups the heads that share one."""
-    if not heads:
-        return []
-    layouts.vocabulary = plan.smallest_vocabulary(heads)
-    for head in heads:
-        layouts.set(head.node, layouts.new_space(), head.vocab)
-    _seed_gradients(graph, layouts, heads, backward)
-    infer_layouts(layouts)
-    parents: dict[fx.Node, fx.Node] = {}
-
-    def find(node: fx.Node) -> fx.Node:
-        while parents.get(node, node) is not node:
-            node = parents[node]
-        return node
-
-    members = {n for n in graph.nodes if n in layouts or n in layouts.conflicts or target_of(n) in MULTIPLE | SPLITS}
-    for node in members:
-        for a in node.all_input_nodes:
-            if a in members and target_of(node) not in MATMULS:  # what a matmul makes is another region, or none
-                parents[find(a)] = find(node)
-    groups: dict[fx.Node, Component] = {}
-    for head in heads:
-        groups.setdefault(find(head.node), Component([], set())).heads.append(head)
-    for node in members:
-        if find(node) in groups:
-            groups[find(node)].nodes.add(node)
-        else:
-            layouts.drop({node})
-    return list(groups.values())
-
-
-def _seed_gradients(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> None:
-    """The gradient of logits is what meets a head's weight in the backward; a loss that only gathers has no softmax that
-    would link it to the head."""
-    roots: dict[fx.Node, Head] = {}
-    for head in heads:
-        roots.setdefault(weight_root(head.weight), head)
-    for node in graph.nodes:
-        if target_of(node) is not aten.mm.default or node not in backward:
-            continue
-        a, b = node.args
-        head = roots.get(weight_root(b)) or roots.get(weight_root(a))
-        if head is None:
-            continue
-        d, vocab = (a, len(shape(a)) - 1) if roots.get(weight_root(b)) is head else (b, len(shape(b)) - 2)
-        if d not in layouts and same_sizes([shape(d)[vocab]], [head.vocabulary]) and d in backward:
-            layouts.set(d, layouts.new_space(), vocab)
-
-
-def is_logits_like(component: Component, layouts: Layouts) -> bool:
-    """Something reduces over the vocabulary what comes of the region, or keeps a head much wider than hidden: not just a wide
-    layer of a network, whose activations go into the next matmul (three times as wide: queries, keys and values)."""
-    if any(_is_reduced(head) for head in component.heads):
-        return True
-    much_wider = any(hint(h.vocabulary) > 3 * hint(h.inner) for h in component.heads)
-    outside = {u for n in component.nodes if layouts.is_wide(n) for u in n.users if not layouts.is_wide(u)}
-    return any(u in layouts or (much_wider and target_of(u) not in MATMULS) for u in outside)
-
-
-def _is_reduced(head: Head) -> bool:
-    """A reduction over V is reached from the head through tensors that have a dimension of that size."""
-    columns, seen, work = hint(head.vocabulary), {head.node}, [head.node]
-    while work:
-        node = work.pop()
-        for user in node.users:
-            rule = RULES.get(user.target)
-            if isinstance(rule, Reduction) or user.target in WHOLE or user.target in MULTIPLE:
-                if any(hint(shape(node)[d]) == columns for d in reduced_dims(user)):
-                    return True
-            elif user not in seen and is_tensor(user) and columns in map(hint, shape(user)):
-                seen.add(user)
-                work.append(user)
-    return False
-
-
-def _reads_another(component: Component, real: list[Component], layouts: Layouts) -> bool:
-    """Its heads multiply what another region's logits gave: they are that region's gradients, not heads."""
-    others = [c for c in real if c is not component]
-    operands = [x for head in component.heads for x in (head.hidden, head.weight)]
-    return any(x in c.nodes and layouts.is_wide(x) for x in operands for c in others)
 
 
 def find_exits(region: Region, refused: Any) -> list[Exit]:
@@ -258,22 +159,21 @@ def _inputs(builder: GraphBuilder, drafts: Iterable[Draft], exit: Exit) -> list[
 
 def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
     readers = [u for u in node.users if u in seen and not region.layouts.is_wide(u)]
-    if any(u.op == "output" for u in readers):
-        return _no_exit(region, builder_output(readers), node)
     if not readers:
-        message = "a vocabulary-sized tensor is also needed whole by another part of the loss, which treats its rows together"
+        message = (
+            "a vocabulary-sized tensor is also needed whole by another part of the loss, which treats its rows together"
+        )
         return region.refuse(node, "MIXES_ROWS", message)
-    return _no_exit(region, readers[0], node)
-
-
-def builder_output(readers: list[fx.Node]) -> fx.Node:
-    """The graph's output among the readers of a node."""
-    return next(u for u in readers if u.op == "output")
+    output = next((u for u in readers if u.op == "output"), None)
+    return _no_exit(region, output or readers[0], node)
 
 
 def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
     if node.op == "output":
-        message = "a vocabulary-sized tensor is returned to the caller; return the log-probs (or another value a token) instead"
+        message = (
+            "a vocabulary-sized tensor is returned to the caller; return the log-probs (or another value a token)"
+            " instead"
+        )
         return region.refuse(wide, "LOGITS_RETURNED", message)
     code, reason = region.layouts.conflicts.get(
         node, ("NO_ROW_RULE", f"{node.target} reads the logits and is not known to treat each row apart")
@@ -307,14 +207,13 @@ def emit_calls(
 ) -> dict[int, dict[int, fx.Node]]:
     """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
     results: dict[int, dict[int, fx.Node]] = {}
-    trains = any(draft.depth >= TANGENT_DEPTH for draft in drafts)
     for draft in drafts:
         used = sorted({c.place for exit in exits for c in exit.contributions if c.draft is draft})
         if not used:
             continue
         program = draft.program(settings.accumulate, used)
         op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
-        if (tiled := plan.tiles(draft, used, program, settings, trains)) is not None:
+        if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
             op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]

@@ -1,7 +1,7 @@
 """The loop over vocabulary tiles: what ``inductor_grpo::tiles`` does when it runs.
 
-Memory is one ``[rows, tile]`` buffer of logits.  All rows are taken at once while a tile of useful width fits the bound; then
-each column of the weight is read once, and its gradient needs no sum over chunks.
+Memory is one ``[rows, tile]`` buffer of logits.  All rows are taken at once while a tile of useful width fits the
+bound; then each column of the weight is read once, and its gradient needs no sum over chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def run(
 
 
 def check_hits(hits: Tensor, columns: int) -> None:
-    """Raises what gather raises for an index outside of ``[0, columns)``, which no tile had; on CUDA an assertion of the device."""
+    """Raises what gather raises for an index outside of ``[0, columns)``, which no tile had; on CUDA an assertion of
+    the device."""
     found = (hits == 1).all()
     message = f"index out of bounds: a label is not in [0, {columns})"
     if hits.device.type != "cpu":
@@ -95,7 +96,9 @@ class _Tiles:
     def _row_block(self, first: int, last: int, columns: int, width: int, outputs: list[Tensor]) -> None:
         program, n = self.program, last - first
         rows = [r[first:last] for r in self.rows]
-        kept = [torch.full((n, 1), _fitting(fill, kind), dtype=kind, device=self.device) for fill, kind in self._initial()]
+        kept = [
+            torch.full((n, 1), _fitting(fill, kind), dtype=kind, device=self.device) for fill, kind in self._initial()
+        ]
         for start in range(0, columns, width):
             stop = min(start + width, columns)
             logits = []
@@ -145,11 +148,11 @@ class _Tiles:
         if sink.kind == "total":
             out[:, tile] += value.sum(0, keepdim=True, dtype=out.dtype)
         elif sink.kind == "contract":
-            runtime.add_product(runtime.Sum(out[block], empty=False), value, self.whole[sink.operand][tile])  # type: ignore[index]
+            runtime.add_product(runtime.Sum(out[block], empty=False), value, self.whole[sink.input][tile])
         elif sink.kind == "outer":
-            runtime.add_product(runtime.Sum(out[tile], empty=False), value.t(), rows[sink.operand])  # type: ignore[index]
+            runtime.add_product(runtime.Sum(out[tile], empty=False), value.t(), rows[sink.input])
         else:
-            runtime.add_product(runtime.Sum(out[:, tile], empty=False), rows[sink.operand].t(), value)  # type: ignore[index]
+            runtime.add_product(runtime.Sum(out[:, tile], empty=False), rows[sink.input].t(), value)
 
     def _step(
         self,

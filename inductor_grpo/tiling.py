@@ -1,15 +1,16 @@
 """Turning a chunk program into one that runs over tiles of the vocabulary, where patterns allow it.
 
-Patterns replace what they recognise by online statistics.  If then every reduction over the vocabulary is one that can be kept
-online, and no vocabulary-sized value needs a finished one, a single pass is enough: the body falls apart into what one tile
-computes, and a finish that computes the row values from the statistics.  A gathered element is picked from the logits before the
-maths instead of after it: ``gather(f(z), label) = f(gather(z, label))`` for pointwise f.
+Patterns replace what they recognise by online statistics.  If then every reduction over the vocabulary is one that can
+be kept online, and no vocabulary-sized value needs a finished one, a single pass is enough: the body falls apart into
+what one tile computes, and a finish that computes the row values from the statistics.  A gathered element is picked
+from the logits before the maths instead of after it: ``gather(f(z), label) = f(gather(z, label))`` for pointwise f.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -17,7 +18,7 @@ import torch.fx as fx
 from ._compat import matcher
 from .config import Settings
 from .draft import Draft, Output, print_function
-from .graph import aten, hint, prims, same, shape, value
+from .graph import aten, hint, map_args, node_arg, prims, same, shape, value
 from .pattern import all_patterns, matcher_of, statistic
 from .program import Sink, TileProgram
 from .rules.pointwise import is_pointwise
@@ -32,8 +33,8 @@ class NotOnline(Exception):
 def as_tiles(
     draft: Draft, places: list[int], sinks: tuple[Sink, ...], settings: Settings
 ) -> tuple[TileProgram, list[str]] | None:
-    """The outputs at ``places``, which the draft's ``sinks`` keep, as a tile program, with the names of the patterns that took
-    part; None when it takes more than one pass over the vocabulary."""
+    """The outputs at ``places``, which the draft's ``sinks`` keep, as a tile program, with the names of the patterns
+    that took part; None when it takes more than one pass over the vocabulary."""
     if not draft.projections or len({str(hint(v)) for v in _vocabularies(draft)}) != 1:
         return None
     try:
@@ -82,8 +83,11 @@ class _Tiling:
     def program(self, sinks: tuple[Sink, ...]) -> tuple[TileProgram, list[str]]:
         """The whole conversion: recognise, take apart, print."""
         patterns = self._recognise()
-        new_sinks, row_values, wide = [], [], []
-        self.values = list(next(n for n in reversed(self.body.nodes) if n.op == "output").args[0])  # type: ignore[arg-type]
+        new_sinks: list[Sink] = []
+        row_values: list[fx.Node] = []
+        wide: list[fx.Node] = []
+        output = next(n for n in reversed(self.body.nodes) if n.op == "output")
+        self.values = list(cast("tuple[fx.Node, ...]", output.args[0]))
         for out, sink, node in zip(self.outputs, sinks, self.values, strict=True):
             into, final = (row_values, self.in_finish) if out.kind == "row" else (wide, self.in_tile)
             if out.kind == "row" and self.is_wide(node):
@@ -91,10 +95,10 @@ class _Tiling:
             new = final(node)
             if new not in into:
                 into.append(new)
-            new_sinks.append(Sink(**{**sink.__dict__, "value": into.index(new)}))
+            new_sinks.append(dataclasses.replace(sink, value=into.index(new)))
         if not patterns and not wide:
             raise NotOnline("nothing here was recognised")
-        dtypes = {new: old.meta.get("dtype") for old, new in self._tiled.items()}
+        dtypes: dict[fx.Node, Any] = {new: old.meta.get("dtype") for old, new in self._tiled.items()}
         results = [f"{kind}/{_name(node.meta.get('dtype') or dtypes[node])}" for kind, node in self.results]
         results += [f"wide/{_name(dtypes[node])}" for node in wide]
         tile = print_function(self.tile, "tile", [node for _, node in self.results] + wide)
@@ -107,14 +111,14 @@ class _Tiling:
     # Recognising
 
     def _recognise(self) -> list[str]:
-        found = []
-        for name, pattern in sorted(all_patterns().items(), key=lambda item: not item[1].weighted):
+        found, patterns = [], all_patterns()
+        for name in sorted(patterns, key=lambda name: not patterns[name].weighted):
             if name not in self.settings.disable and matcher_of(name).apply(self.body):
                 found.append(name)
         for node in self.body.nodes:
             if node.target is statistic:
-                z, name, _ = node.args
-                weighted = all_patterns()[name].weighted or self._softmaxes.get(z) == "softmax_weighted"
+                z, name, _ = _marked(node)
+                weighted = patterns[name].weighted or self._softmaxes.get(z) == "softmax_weighted"
                 self._softmaxes[z] = "softmax_weighted" if weighted else "softmax"
         return found
 
@@ -137,7 +141,7 @@ class _Tiling:
         """("rows", 3) for ``rows[3]``."""
         parent = node.args[0] if node.target is operator.getitem else None
         if isinstance(parent, fx.Node) and parent.op == "placeholder":
-            return parent.name, node.args[1]  # type: ignore[return-value]
+            return parent.name, cast(int, node.args[1])
         return None
 
     def is_wide(self, node: fx.Node) -> bool:
@@ -160,8 +164,10 @@ class _Tiling:
         if node.target in _REDUCTIONS or node.target in (statistic, aten.gather.default):
             return False
         wide = any(self.is_wide(a) for a in node.all_input_nodes)
-        if node.target is aten.index.Tensor and (len(node.args[1]) != 1 or self._source(node.args[0]) is None):  # type: ignore[arg-type]
-            raise NotOnline("columns are chosen by index")  # the only other use picks rows of a whole mask
+        if node.target is aten.index.Tensor:  # must pick rows of a whole mask
+            indices = cast("list[Any]", node.args[1])
+            if len(indices) != 1 or self._source(node_arg(node, 0)) is None:
+                raise NotOnline("columns are chosen by index")
         if wide and not (is_pointwise(node.target) or node.target in (aten.reshape.default, aten.index.Tensor)):
             raise NotOnline(f"{node.target} needs all columns at once")
         return wide
@@ -189,14 +195,14 @@ class _Tiling:
             iota = self.tile.call_function(node.target, (self.tile_in["columns"],), dict(node.kwargs))
             return self.tile.call_function(aten.add.Tensor, (iota, self.tile_in["start"]))
         if node.target is aten.reshape.default and self.is_wide(node):
-            return self.tile.call_function(node.target, (self.in_tile(node.args[0]), [1, self.tile_in["columns"]]))  # type: ignore[arg-type]
+            return _call(self.tile, node.target, self.in_tile(node_arg(node, 0)), [1, self.tile_in["columns"]])
         if not (
             is_pointwise(node.target)
             or node.target in (aten.full.default, aten.index.Tensor, aten.reshape.default, aten.select.int)
         ):
             raise NotOnline(f"{node.target} needs all columns at once")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.in_tile)  # type: ignore[misc]
-        return self.tile.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = map_args(node, self.in_tile)
+        return _call(self.tile, node.target, *args, **kwargs)
 
     # After the last tile
 
@@ -213,14 +219,13 @@ class _Tiling:
         if node.op == "placeholder":
             return self.finish_in[node.name]
         if node.target is statistic:
-            z, name, spelling = node.args
-            m, s, t = self._softmax(z)  # type: ignore[arg-type]
-            online = matcher.trace(
-                all_patterns()[name].spellings[spelling].online, *(torch.empty(4, 1) for _ in range(3))
-            )  # type: ignore[index]
+            z, name, index = _marked(node)
+            m, s, t = self._softmax(z)
+            spelling = all_patterns()[name].spellings[index]
+            online = matcher.trace(spelling.online, *(torch.empty(4, 1) for _ in range(3)))
             return matcher.inline(self.finish, online, (m, s, t if t is not None else s))
         if node.target in _REDUCTIONS:
-            x: fx.Node = node.args[0]  # type: ignore[assignment]
+            x = node_arg(node, 0)
             if not self.is_wide(x):
                 raise NotOnline("a reduction of something that is not vocabulary-sized")
             if x in self._softmaxes and node.target is aten.amax.default:
@@ -230,16 +235,16 @@ class _Tiling:
                 x.meta["dtype"] = node.meta["dtype"]
             return self._keep(_REDUCTIONS[node.target], self.in_tile(x))
         if node.target is aten.gather.default:
-            return self._pick(node.args[0], node.args[2])  # type: ignore[arg-type]
+            return self._pick(node_arg(node, 0), node_arg(node, 2))
         if self.is_wide(node):
             raise NotOnline("a row value is read off a vocabulary-sized one in a way that is not known")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.in_finish)  # type: ignore[misc]
-        return self.finish.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = map_args(node, self.in_finish)
+        return _call(self.finish, node.target, *args, **kwargs)
 
     def _softmax(self, z: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         kind = self._softmaxes[z]
         m = self._keep(kind, self.in_tile(z))
-        first: int = m.args[1]  # type: ignore[assignment]
+        first = cast(int, m.args[1])
         more = [self.finish.call_function(operator.getitem, (self.finish_in["statistics"], first + i)) for i in (1, 2)]
         return m, more[0], more[1] if kind == "softmax_weighted" else None
 
@@ -261,8 +266,8 @@ class _Tiling:
         if not self.is_wide(x):
             return self.in_finish(x)
         if is_pointwise(x.target):
-            args, kwargs = fx.map_arg((x.args, x.kwargs), lambda a: self._pick(a, label))  # type: ignore[misc]
-            return self.finish.call_function(x.target, args, kwargs)  # type: ignore[arg-type]
+            args, kwargs = map_args(x, lambda a: self._pick(a, label))
+            return _call(self.finish, x.target, *args, **kwargs)
         return self._pick_in_tile(x, label)
 
     def _pick_in_tile(self, x: fx.Node, label: fx.Node) -> fx.Node:
@@ -293,6 +298,15 @@ class _Tiling:
 
     def _device(self) -> torch.device:
         return value(next(iter(self.draft.row_inputs)).node).device
+
+
+def _call(graph: fx.Graph, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+    return graph.call_function(target, args, kwargs)
+
+
+def _marked(node: fx.Node) -> tuple[fx.Node, str, int]:
+    """Logits, pattern and spelling of a recognised value."""
+    return cast("tuple[fx.Node, str, int]", node.args)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 """Log-probs together with the entropy of the same softmax, in the spellings that trainers use.
 
-With ``d = z - m``: the entropy is ``log(s) - t / s`` for ``s = sum(exp(d))``, ``t = sum(exp(d) * d)``.  Only its forward is one
-pass: the gradient of an entropy sums over the vocabulary before it can be written, so the backward stays with the engine.
+With ``d = z - m``: the entropy is ``log(s) - t / s`` for ``s = sum(exp(d))``, ``t = sum(exp(d) * d)``.  Only its
+forward is one pass: the gradient of an entropy sums over the vocabulary before it can be written, so the backward stays
+with the engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The examples that patterns share: log-probs and entropies of hidden ``[..., H]``, weight ``[V, H]`` and labels ``[...]``, as
-people write them."""
+"""The examples that patterns share: log-probs and entropies of hidden ``[..., H]``, weight ``[V, H]`` and labels
+``[...]``, as people write them."""
 
 from __future__ import annotations
 

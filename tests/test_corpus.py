@@ -32,7 +32,8 @@ def reference(id: str, dtype: str) -> tuple[harness.Run, harness.Run]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("id", VARIANTS)
 def test_variant(id: str, dtype: str, how: str) -> None:
-    """Over tiles of the vocabulary where a pattern takes the region, and ("rows") by the engine's generic path alone."""
+    """Over tiles of the vocabulary where a pattern takes the region, and ("rows") by the engine's generic path
+    alone."""
     variant = VARIANTS[id]
     args = variant.factory("cpu", DTYPES[dtype], True)
     refused = EXPECTED_REJECTIONS.get(id)
@@ -54,7 +55,7 @@ def test_the_two_dtypes_differ() -> None:
     for id in VARIANTS:
         exact, coarse = (reference(id, dtype)[0] for dtype in DTYPES)
         assert exact.outputs[0].abs().double().sum() > 0, id
-        values = zip([*exact.outputs, *exact.grads], [*coarse.outputs, *coarse.grads])
+        values = zip([*exact.outputs, *exact.gradients], [*coarse.outputs, *coarse.gradients])
         assert any(a is not None and b is not None and not torch.equal(a.double(), b.double()) for a, b in values), id
 
 

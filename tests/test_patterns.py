@@ -20,7 +20,8 @@ def name(value: object) -> str:
 
 
 def inputs(dtype: torch.dtype, square: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden [2, 7, 16], weight [41, 16], labels; ``square``: as many tokens as words, so that a wrong axis fits too."""
+    """Hidden [2, 7, 16], weight [41, 16], labels; ``square``: as many tokens as words, so that a wrong axis fits
+    too."""
     tokens = (1, 41) if square else (2, 7)
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(*tokens, 16, generator=g).to(dtype).requires_grad_()

@@ -32,7 +32,8 @@ FORWARD_FINISH = """def finish(n, statistics, rows, whole, syms):
 BACKWARD_TILE = """def tile(n, start, columns, logits, rows, whole, syms):
     v0 = torch.ops.prims.convert_element_type.default(logits[0], torch.float32)
     v1 = torch.ops.aten.exp.default(torch.ops.aten.sub.Tensor(v0, rows[2]))
-    v2 = torch.ops.prims.iota.default(columns, start=0, step=1, dtype=torch.int64, device=rows[1].device, requires_grad=False)
+    device = rows[1].device
+    v2 = torch.ops.prims.iota.default(columns, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)
     v3 = torch.ops.aten.add.Tensor(torch.ops.aten.reshape.default(v2, [1, columns]), start)
     v4 = torch.ops.aten.eq.Tensor(v3, rows[1])
     v5 = torch.ops.prims.convert_element_type.default(v4, torch.float32)

@@ -2,8 +2,8 @@
 
     python -m inductor_grpo.tools.bench --device cuda --shape 8192,4096,151936 --loss grpo
 
-Every way runs in one process, in turn.  Memory is the peak above the inputs (and the gradients that must exist); CUDA only,
-since a process's resident set never shrinks.
+Every way runs in one process, in turn.  Memory is the peak above the inputs (and the gradients that must exist); CUDA
+only, since a process's resident set never shrinks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -127,6 +129,45 @@ def measure(run: Callable[[], object], device: str, repeats: int) -> dict[str, f
     return {"ms": statistics.median(times), "low": min(times), "high": max(times), "peak": peak, "first_s": first}
 
 
+def resident_peak(function: Callable[[Inputs], Tensor], shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """MiB by which one step of a CPU process goes above its inputs and gradients; compiles on few tokens before it
+    looks."""
+    for tokens in (512, 513, shape[0]):  # the second makes the number of tokens symbolic, as training does
+        x = make_inputs(tokens, shape[1], shape[2], dtype, "cpu")
+        for name in ("hidden", "weight"):
+            x[name].requires_grad_().grad = torch.zeros_like(x[name])
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # forgets the peak so far
+        with open("/proc/self/statm") as file:
+            before = int(file.read().split()[1]) * 4096
+        loss = function(x)
+        if loss.requires_grad:
+            loss.backward()
+    with open("/proc/self/status") as file:
+        high = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    return (high - before) / MIB
+
+
+def memory_table(given: argparse.Namespace) -> None:
+    """One process for each way and shape."""
+    # One arena and no thresholds that adapt: what is freed goes back, so that the peak is what was needed.
+    fixed = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    for shape in given.shape:
+        n, _, v = map(int, shape.split(","))
+        logits = n * v * getattr(torch, given.dtype).itemsize / MIB
+        cells = []
+        for way in given.ways.split():
+            command = [sys.executable, "-m", "inductor_grpo.tools.bench", "--device", "cpu", "--one", way]
+            command += ["--shape", shape, "--loss", given.loss, "--dtype", given.dtype]
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **fixed}, check=False)
+            value = done.stdout.split()[-1] if done.returncode == 0 else f"failed: {done.stderr.splitlines()[-1:]}"
+            cells.append(f"{way} {value}")
+        sys.stdout.write(
+            f"{given.loss} N={n} {given.dtype}: one logits tensor {logits:.0f} MiB; peak MiB: {', '.join(cells)}\n"
+        )
+        sys.stdout.flush()
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -164,8 +205,18 @@ def main(argv: list[str] | None = None) -> int:
         "--ways", default="eager compile ours", help="separated by blanks; ours:chunk_bytes=... sets options"
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="peak of the resident set instead of time (CPU)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     loss, dtype = LOSSES[given.loss], getattr(torch, given.dtype)
+    if given.memory:
+        memory_table(given)
+        return 0
+    if given.one:
+        _, function = next(ways(loss, [given.one]))
+        n, h, v = map(int, given.shape[0].split(","))
+        sys.stdout.write(f"{resident_peak(function, (n, h, v), dtype):.0f}\n")
+        return 0
     for shape in given.shape or ["1024,512,32000"]:
         n, h, v = map(int, shape.split(","))
         x = make_inputs(n, h, v, dtype, given.device)

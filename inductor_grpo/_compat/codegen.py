@@ -54,7 +54,7 @@ class Compiled:
         return all(bool(guard.xreplace(env)) for guard in self._guards)
 
 
-def compile_lock() -> threading.RLock:  # type: ignore[valid-type]
+def compile_lock() -> threading.RLock:
     """The lock that Dynamo holds while it compiles, or one of our own where that moved."""
     try:
         from torch._dynamo.convert_frame import compile_lock as lock
@@ -176,7 +176,7 @@ def compile_body(fn: Callable[..., Any], symbols: Sequence[tuple[str, int]], spe
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with compile_lock(), clean_state(), inductor_config.patch(_settings()):  # type: ignore[attr-defined]
+    with compile_lock(), clean_state(), inductor_config.patch(_settings()):
         with tracing(None):
             graph, inputs, names, mode = trace(fn, symbols, specs)
         with tracing(TracingContext(mode)):

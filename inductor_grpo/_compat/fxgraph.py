@@ -12,7 +12,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
 def size_hint(size: torch.SymInt, fallback: int) -> int:
-    """The value of a symbolic size seen while compiling, without a guard; ``fallback`` when only the data decides it."""
+    """The value of a symbolic size seen while compiling, without a guard; ``fallback`` when only the data decides
+    it."""
     node = size.node
     return int(node.hint) if node.has_hint() else fallback
 

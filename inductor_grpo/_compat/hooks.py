@@ -101,7 +101,7 @@ def reset_cudagraphs() -> None:
 # Passes -----------------------------------------------------------------------------------------------------
 
 
-class PassSequence(GraphPass):  # type: ignore[misc]
+class PassSequence(GraphPass):
     """Several passes as one, for a torch whose hook takes a single pass.
 
     ``uuid()`` is None, which turns Inductor's caches off as they would be, when one of the passes has none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -31,7 +31,8 @@ class Matcher:
     def add(
         self, graph: fx.GraphModule, accept: Callable[..., bool], handle: Callable[[fx.Graph, fx.Node, fx.Node], None]
     ) -> None:
-        """Registers a traced pattern: at a match whose arguments ``accept`` lets through, ``handle(graph, z, root)`` is called."""
+        """Registers a traced pattern: at a match whose arguments ``accept`` lets through, ``handle(graph, z, root)`` is
+        called."""
         pattern = pattern_matcher.fx_to_pattern(graph, argnames=("z", "zero"))
         _allow_other_users(pattern, set())
 
@@ -65,8 +66,8 @@ def _allow_other_users(pattern: Any, seen: set[int]) -> None:
 def propagate_dtypes(
     graph: fx.Graph, n: int, logits: list[tuple[torch.dtype, int]], rows: list[Any], whole: list[Any], syms: list[int]
 ) -> None:
-    """Writes ``meta["dtype"]`` and ``meta["columns"]`` of every tensor of a chunk body, found by running it on fake tensors of
-    ``n`` rows."""
+    """Writes ``meta["dtype"]`` and ``meta["columns"]`` of every tensor of a chunk body, found by running it on fake
+    tensors of ``n`` rows."""
     mode = FakeTensorMode()
 
     def fake(sizes: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -98,4 +99,4 @@ def inline(graph: fx.Graph, function: fx.GraphModule, args: tuple[fx.Node, ...])
     """Copies a traced function into ``graph``; returns the node of its one result."""
     placeholders = [n for n in function.graph.nodes if n.op == "placeholder"]
     env = dict(zip(placeholders, args, strict=True))
-    return graph.graph_copy(function.graph, env)  # type: ignore[return-value, arg-type]
+    return cast(fx.Node, graph.graph_copy(function.graph, env))

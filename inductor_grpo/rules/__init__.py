@@ -1,7 +1,7 @@
 """One rule per aten operation: is it local to a row, and what is it in a chunk program?
 
-A rule has two parts.  ``infer`` spreads layouts from a node's operands to the node and back; ``emit`` writes the node into a
-chunk program.  The engine knows nothing else about an operation: no rule knows what a log-softmax is.
+A rule has two parts.  ``infer`` spreads layouts from a node's operands to the node and back; ``emit`` writes the node
+into a chunk program.  The engine knows nothing else about an operation: no rule knows what a log-softmax is.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class Rule:
         """Sets the layouts that follow from those of the operands, and of the node for its operands."""
 
     def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
-        """Each row of the result depends on the same row of the operands alone.  Asked before ``emit``: a node may have its
-        layout from its uses, whatever it does itself."""
+        """Each row of the result depends on the same row of the operands alone.  Asked before ``emit``: a node may have
+        its layout from its uses, whatever it does itself."""
         return True
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:

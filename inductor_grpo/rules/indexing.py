@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.fx as fx
 
-from ..graph import Size, arg, aten, is_one, is_tensor, numel, prims, same, same_sizes, shape, target_of, value
+from ..graph import (
+    Size,
+    arg,
+    aten,
+    is_one,
+    is_tensor,
+    node_arg,
+    numel,
+    prims,
+    right_aligned,
+    same,
+    same_sizes,
+    shape,
+    target_of,
+    value,
+)
 from ..layout import Layouts
 from ..rowmap import RowMap, Step
 from .base import Rule, rule
@@ -27,7 +42,7 @@ class Gather(Rule):
         dim = arg(node, 1, "dim") % len(shape(node))
         if dim != source.vocab:
             layouts.conflict(node, "MIXES_ROWS", "gather runs over the rows of the logits, not over the vocabulary")
-        elif not same_sizes(layouts.rows(node, dim), layouts.rows(node.args[0])):  # type: ignore[arg-type]
+        elif not same_sizes(layouts.rows(node, dim), layouts.rows(node_arg(node, 0))):
             layouts.conflict(
                 node, "LAYOUT", "gather has fewer rows than the logits; slice the logits to the same rows first"
             )
@@ -35,9 +50,10 @@ class Gather(Rule):
             layouts.set(node, source.space, dim)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x, index = node.args[0], arg(node, 2, "index")
-        vocab = e.layouts[x].vocab  # type: ignore[index]
-        return e.call(aten.gather.default, e.dense(x, rowmap), 1, e.dense_operand(index, vocab, rowmap))  # type: ignore[arg-type]
+        x, index = node_arg(node, 0), arg(node, 2, "index")
+        vocab = e.layouts[x].vocab
+        assert vocab is not None
+        return e.call(aten.gather.default, e.dense(x, rowmap), 1, e.dense_operand(index, vocab, rowmap))
 
 
 @rule(aten.scatter_add.default, aten.scatter.value, aten.scatter.src, aten.scatter_reduce.two)
@@ -112,22 +128,23 @@ def is_gathered(index: fx.Node, columns: Size) -> bool:
 
 
 def sum_of_one_hot(e: Emitter, x: fx.Node, rowmap: RowMap) -> fx.Node | None:
-    """The sum over the vocabulary of one element a row among zeros: that element (log_softmax's backward asks for it)."""
+    """The sum over the vocabulary of one element a row among zeros: that element (log_softmax's backward asks for
+    it)."""
     if (
         target_of(x) is not aten.scatter_add.default
         or target_of(x.args[0]) is not aten.full.default
-        or x.args[0].args[1] != 0
-    ):  # type: ignore[union-attr]
+        or node_arg(x, 0).args[1] != 0
+    ):
         return None
-    vocab, src = e.layouts[x].vocab, x.args[3]
-    if vocab is None or not Scatter._is_one_hot(x, x.args[2], vocab) or not same_sizes(shape(src), shape(x.args[2])):  # type: ignore[arg-type]
+    vocab, index, src = e.layouts[x].vocab, node_arg(x, 2), x.args[3]
+    if vocab is None or not Scatter._is_one_hot(x, index, vocab) or not same_sizes(shape(src), shape(index)):
         return None
     return e.operand(src, shape(src), vocab, rowmap)
 
 
 def index_list(node: fx.Node) -> list[fx.Node | None]:
     """The indices of an index or index_put, one for each dimension."""
-    indices: list[Any] = list(node.args[1])  # type: ignore[call-overload]
+    indices = list(cast("list[Any]", node.args[1]))
     return indices + [None] * (len(shape(node.args[0])) - len(indices))
 
 
@@ -140,9 +157,9 @@ def is_counter(index: fx.Node | None, size: Size) -> bool:
         return False
     passes = {aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.clone.default, aten.alias.default}
     while target_of(index) in passes or target_of(index) is prims.convert_element_type.default:
-        index = index.args[0]  # type: ignore[assignment, union-attr]
+        index = node_arg(index, 0)
     if target_of(index) is prims.iota.default:
-        return arg(index, 1, "start", 0) == 0 and arg(index, 2, "step", 1) == 1  # type: ignore[arg-type]
+        return arg(index, 1, "start", 0) == 0 and arg(index, 2, "step", 1) == 1
     return target_of(index) is aten.arange.default
 
 
@@ -154,7 +171,7 @@ def counts_rows(indices: list[fx.Node | None], sizes: list[Size], vocab: int) ->
         if not is_counter(index, size):
             return False
         own = shape(index)
-        if not is_one(size) and len(own) - (rank - place) != [i for i, s in enumerate(own) if not is_one(s)][0]:
+        if not is_one(size) and len(own) - (rank - place) != next(i for i, s in enumerate(own) if not is_one(s)):
             return False
     return True
 
@@ -172,7 +189,7 @@ class Index(Rule):
     """Advanced indexing: of rows (a selection), of one element in each row (a gather), or of both."""
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         source = layouts.get(x)
         if source is None or source.vocab is None or node in layouts:
             return
@@ -191,7 +208,7 @@ class Index(Rule):
             )
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         if x not in e.layouts:
             return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
         source, indices = e.layouts[x], index_list(node)
@@ -223,13 +240,13 @@ class Index(Rule):
 
 def _fits(sizes: list[Size], rows: list[Size]) -> bool:
     """A shape that broadcasts to the rows without adding to them."""
-    padded: list[Size] = [1] * (len(rows) - len(sizes)) + sizes
+    padded = right_aligned(sizes, len(rows))
     return len(sizes) <= len(rows) and all(is_one(a) or same(a, r) for a, r in zip(padded, rows))
 
 
 def row_fill_vocab(node: fx.Node, vocab: int) -> int | None:
-    """The vocabulary dimension of what an index_put writes into whole rows (the gradient of a selection of rows by index);
-    None when it is no such write."""
+    """The vocabulary dimension of what an index_put writes into whole rows (the gradient of a selection of rows by
+    index); None when it is no such write."""
     used = [d for d, index in enumerate(index_list(node)) if index is not None]
     fill = node.args[2]
     if not used or vocab in used or used != list(range(used[0], used[-1] + 1)) or not is_tensor(fill):
@@ -248,7 +265,11 @@ class IndexPut(Rule):
         indices = index_list(node)
         used = [d for d, index in enumerate(indices) if index is not None]
         rows = [s for d, s in enumerate(shape(node)) if d != vocab]
-        if len(used) == len(indices) and counts_rows(indices, shape(node), vocab) and _fits(shape(indices[vocab]), rows):
+        if (
+            len(used) == len(indices)
+            and counts_rows(indices, shape(node), vocab)
+            and _fits(shape(indices[vocab]), rows)
+        ):
             return "element"
         if used == [vocab] and len(shape(indices[vocab])) == 1:
             return "columns"

@@ -25,14 +25,13 @@ if hasattr(prims, "fma"):
 
 
 _COMPARISONS = {
-    overload
-    for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
-    for overload in (op.Tensor, op.Scalar)
+    overload for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge) for overload in (op.Tensor, op.Scalar)
 }
 
 
 def is_pointwise(target: Any) -> bool:
-    """True for functional operations that torch tags as pointwise (and a few that it does not); never for random ones."""
+    """True for functional operations that torch tags as pointwise (and a few that it does not); never for random
+    ones."""
     if target in _ALSO_POINTWISE:
         return True
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
@@ -70,14 +69,15 @@ class Pointwise(Rule):
 
     @staticmethod
     def _to_operands(layouts: Layouts, node: fx.Node, layout: Layout) -> None:
-        sizes = shape(node)
-        own_rows = aligned_rows(sizes, len(sizes), layout.vocab)
+        sizes, own_vocab = shape(node), layout.vocab
+        assert own_vocab is not None
+        own_rows = aligned_rows(sizes, len(sizes), own_vocab)
         for a in node.all_input_nodes:
             if not is_tensor(a) or not shape(a):
                 continue
             shift = len(sizes) - len(shape(a))
-            rows = aligned_rows(shape(a), len(sizes), layout.vocab)
-            vocab = layout.vocab - shift  # type: ignore[operator]
+            rows = aligned_rows(shape(a), len(sizes), own_vocab)
+            vocab = own_vocab - shift
             if shift and all(is_one(r) for r in rows):
                 continue  # one row for all, also where there is only one
             if not same_sizes(rows, own_rows):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.fx as fx
 
-from ..graph import arg, aten, prims, is_one, shape, target_of
+from ..graph import arg, aten, is_one, node_arg, prims, shape, target_of
 from ..layout import Layouts
 from ..rowmap import RowMap
 from .base import Rule, rule
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from ..emit import Emitter
 
 # Where each operation takes its dimensions, and what follows them in a call with dim=1, keepdim=True.
-_DIM_POSITION = {aten.linalg_vector_norm.default: 2}
+_DIM_POSITION: dict[Any, int] = {aten.linalg_vector_norm.default: 2}
 _ONE_DIM = {
     aten.argmax.default, aten.argmin.default, aten.prod.dim_int, aten.any.dim, aten.all.dim, aten.cumsum.default,
     aten.cumprod.default, aten.logcumsumexp.default, aten._softmax.default, aten._log_softmax.default,
     aten.max.dim, aten.min.dim, aten.topk.default, aten.sort.default, aten.sort.stable, aten.cummax.default,
 }  # fmt: skip
-WHOLE = {aten.sum.default, aten.mean.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.any.default, aten.all.default}
+WHOLE = {
+    aten.sum.default, aten.mean.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
+    aten.any.default, aten.all.default,
+}  # fmt: skip
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
@@ -59,7 +62,7 @@ class Reduction(Rule):
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
         if along_vocabulary(layouts, node):
-            layouts.set(node, layouts[node.args[0]].space, None)  # type: ignore[index]
+            layouts.set(node, layouts[node_arg(node, 0)].space, None)
 
     def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
         return along_vocabulary(layouts, node)
@@ -67,7 +70,7 @@ class Reduction(Rule):
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         from .indexing import sum_of_one_hot
 
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         if node.target is aten.sum.dim_IntList and (element := sum_of_one_hot(e, x, rowmap)) is not None:
             return element
         return self.write(e, node, e.dense(x, rowmap))
@@ -85,8 +88,8 @@ class Reduction(Rule):
 
 
 @rule(
-    aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten._softmax.default, aten._log_softmax.default,
-    aten.flip.default, prims.rev.default,
+    aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten._softmax.default,
+    aten._log_softmax.default, aten.flip.default, prims.rev.default,
 )  # fmt: skip
 class Scan(Rule):
     """The same shape; each element depends on its own row alone."""
@@ -94,7 +97,7 @@ class Scan(Rule):
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
         own = layouts.get(node)
         if along_vocabulary(layouts, node):
-            layouts.set(node, *layouts[node.args[0]])  # type: ignore[index]
+            layouts.set(node, *layouts[node_arg(node, 0)])
         elif own is not None and own.vocab is not None and reduced_dims(node) == [own.vocab]:
             layouts.set(node.args[0], *own)
 
@@ -102,7 +105,7 @@ class Scan(Rule):
         return along_vocabulary(layouts, node)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x = e.dense(node.args[0], rowmap)  # type: ignore[arg-type]
+        x = e.dense(node_arg(node, 0), rowmap)
         return e.call(node.target, x, 1 if node.target in _ONE_DIM else [1], *node.args[2:], **node.kwargs)
 
 
@@ -110,8 +113,12 @@ class Scan(Rule):
 class SoftmaxBackward(Rule):
     """Gradient and output in, gradient out; all of one layout."""
 
+    @staticmethod
+    def _dim(node: fx.Node) -> int:
+        return cast(int, node.args[2]) % len(shape(node))
+
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        dim = node.args[2] % len(shape(node))  # type: ignore[operator]
+        dim = self._dim(node)
         for x in (*node.args[:2], node):
             layout = layouts.get(x)
             if layout is not None and layout.vocab == dim:
@@ -121,10 +128,10 @@ class SoftmaxBackward(Rule):
 
     def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
         own = layouts.get(node)
-        return own is not None and own.vocab == node.args[2] % len(shape(node))  # type: ignore[operator]
+        return own is not None and own.vocab == self._dim(node)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        grad, output = (e.dense(x, rowmap) for x in node.args[:2])  # type: ignore[arg-type]
+        grad, output = (e.dense(node_arg(node, i), rowmap) for i in (0, 1))
         return e.call(node.target, grad, output, 1, node.args[3])
 
 
@@ -142,10 +149,10 @@ class OneOfSeveral(Rule):
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
         from .selection import split_part
 
-        parent = node.args[0]
+        parent = node_arg(node, 0)
         target = target_of(parent)
-        if target in MULTIPLE and along_vocabulary(layouts, parent):  # type: ignore[arg-type]
-            x: fx.Node = parent.args[0]  # type: ignore[union-attr, assignment]
+        if target in MULTIPLE and along_vocabulary(layouts, parent):
+            x = node_arg(parent, 0)
             layout = layouts[x]
             same_rank = len(shape(node)) == len(shape(x))
             keeps = same_rank and layout.vocab is not None and not is_one(shape(node)[layout.vocab])
@@ -154,16 +161,16 @@ class OneOfSeveral(Rule):
             split_part.infer(layouts, node)
 
     def is_local(self, layouts: Layouts, node: fx.Node) -> bool:
-        parent = node.args[0]
-        return target_of(parent) in SPLITS or along_vocabulary(layouts, parent)  # type: ignore[arg-type]
+        parent = node_arg(node, 0)
+        return target_of(parent) in SPLITS or along_vocabulary(layouts, parent)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         from .selection import split_part
 
-        parent: fx.Node = node.args[0]  # type: ignore[assignment]
+        parent = node_arg(node, 0)
         if parent.target in SPLITS:
             return split_part.emit(e, node, rowmap)
-        x = e.dense(parent.args[0], rowmap)  # type: ignore[arg-type]
+        x = e.dense(node_arg(parent, 0), rowmap)
         return e.call(operator.getitem, self._several(e, parent, x, rowmap), node.args[1])
 
     @staticmethod

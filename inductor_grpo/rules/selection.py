@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.fx as fx
 
-from ..graph import Dim, GraphBuilder, Size, arg, aten, same, same_sizes, shape
+from ..graph import Dim, GraphBuilder, Size, arg, aten, node_arg, same, same_sizes, shape
 from ..layout import Layout, Layouts
 from ..rowmap import RowMap, Span, Step
 from .base import Rule, rule
@@ -66,7 +66,7 @@ def select_step(parent: tuple[Size, ...], dim: int, index: Dim) -> Step:
     def select(b: GraphBuilder, positions: fx.Node) -> fx.Node:
         return b.call(aten.select.int, positions, dim, index)
 
-    return Step(key, parent, select, Span(dim, at, 1, dropped=True) if at is not None else None)
+    return Step(key, parent, select, Span(dim, at, 1) if at is not None else None)
 
 
 def _row_step(node: fx.Node, parent: fx.Node, vocab: int | None, part: fx.Node) -> Step:
@@ -86,7 +86,7 @@ class Selection(Rule):
     """Along the vocabulary a narrower region (or a row value), along rows another row space."""
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         source = layouts.get(x)
         if source is None or source.vocab is None:
             return
@@ -99,7 +99,7 @@ class Selection(Rule):
             layouts.set(node, layouts.new_space(), source.vocab - (drops and dim < source.vocab))
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         if x not in e.layouts:
             return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
         vocab, dim = e.layouts[x].vocab, arg(node, 1, "dim", 0) % len(shape(x))
@@ -129,16 +129,16 @@ class SplitPart(Rule):
 
     @staticmethod
     def _bounds(node: fx.Node) -> tuple[fx.Node, int, Any, Any]:
-        parent: fx.Node = node.args[0]  # type: ignore[assignment]
-        x: fx.Node = parent.args[0]  # type: ignore[assignment]
-        index: int = node.args[1]  # type: ignore[assignment]
+        parent = node_arg(node, 0)
+        x, index = node_arg(parent, 0), cast(int, node.args[1])
         if parent.target is aten.unbind.int:
             return x, arg(parent, 1, "dim", 0) % len(shape(x)), index, index + 1
-        sizes, dim = parent.args[1], arg(parent, 2, "dim", 0) % len(shape(x))
+        sizes: Any = parent.args[1]
+        dim = arg(parent, 2, "dim", 0) % len(shape(x))
         if isinstance(sizes, (list, tuple)):
-            known = [GraphBuilder.size_of(s) for s in sizes]  # type: ignore[arg-type]
+            known = [GraphBuilder.size_of(s) for s in sizes]
             return x, dim, sum(known[:index]), sum(known[: index + 1])
-        size = GraphBuilder.size_of(sizes)  # type: ignore[arg-type]
+        size = GraphBuilder.size_of(sizes)
         return x, dim, index * size, index * size + shape(node)[dim]
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
@@ -146,7 +146,7 @@ class SplitPart(Rule):
         source = layouts.get(x)
         if source is None or source.vocab is None or node in layouts:
             return
-        drops = node.args[0].target is aten.unbind.int  # type: ignore[union-attr]
+        drops = node_arg(node, 0).target is aten.unbind.int
         if dim == source.vocab:
             layouts.set(node, source.space, None if drops else dim)
         else:
@@ -159,7 +159,7 @@ class SplitPart(Rule):
         if dim == vocab:
             return e.call(aten.slice.Tensor, e.dense(x, rowmap), 1, e.draft.size(lo), e.draft.size(hi))
         rows = tuple(e.layouts.rows(x))
-        if node.args[0].target is aten.unbind.int:  # type: ignore[union-attr]
+        if node_arg(node, 0).target is aten.unbind.int:
             return e.from_parent(x, select_step(rows, row_dim(dim, vocab), lo), rowmap)
         return e.from_parent(x, slice_step(rows, row_dim(dim, vocab), lo, hi, 1, shape(node)[dim]), rowmap)
 
@@ -227,7 +227,7 @@ class SelectionScatter(Rule):
 
 def row_step_of_scatter(e: Emitter, node: fx.Node) -> Step:
     """The selection that a slice_scatter or select_scatter along rows undoes."""
-    return _row_step(node, node, e.layouts[node].vocab, node.args[1])  # type: ignore[arg-type]
+    return _row_step(node, node, e.layouts[node].vocab, node_arg(node, 1))
 
 
 def cat_dim(node: fx.Node) -> int:
@@ -235,11 +235,17 @@ def cat_dim(node: fx.Node) -> int:
     return arg(node, 1, "dim", 0) % len(shape(node))
 
 
+def cat_parts(node: fx.Node) -> list[fx.Node]:
+    """What a cat joins."""
+    return cast("list[fx.Node]", node.args[0])
+
+
 def cat_steps(e: Emitter, node: fx.Node) -> list[Step]:
     """For each part of a cat along rows: its rows in the result."""
     vocab, dim = e.layouts[node].vocab, cat_dim(node)
-    rows, at, steps = tuple(e.layouts.rows(node)), 0, []
-    for part in node.args[0]:  # type: ignore[union-attr]
+    rows, steps = tuple(e.layouts.rows(node)), []
+    at: Size = 0
+    for part in cat_parts(node):
         length = shape(part)[dim]
         lo, hi = e.builder.dim(at), e.builder.dim(at + length)
         steps.append(slice_step(rows, row_dim(dim, vocab), lo, hi, 1, length))
@@ -252,7 +258,7 @@ class Cat(Rule):
     """Along the vocabulary a wider region, along rows a choice between row spaces."""
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        parts: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        parts = cat_parts(node)
         dim, layout = cat_dim(node), layouts.get(node)
         wide = [layouts[p] for p in parts if p in layouts and layouts[p].vocab is not None]
         along = [known for known in wide if known.vocab == dim]
@@ -271,7 +277,7 @@ class Cat(Rule):
                 layouts.set(part, layouts.new_space(), layout.vocab)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        parts: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        parts = cat_parts(node)
         vocab = e.layouts[node].vocab
         assert vocab is not None
         if cat_dim(node) == vocab:
@@ -293,8 +299,11 @@ class Pad(Rule):
     """Padding along the vocabulary (the gradient of a narrowed vocabulary)."""
 
     @staticmethod
-    def _padded(node: fx.Node) -> list[int]:
-        pad: list[Any] = list(node.args[1])  # type: ignore[call-overload]
+    def _amounts(node: fx.Node) -> list[Any]:
+        return list(cast("list[Any]", node.args[1]))
+
+    def _padded(self, node: fx.Node) -> list[int]:
+        pad = self._amounts(node)
         rank = len(shape(node))
         return [rank - 1 - i for i in range(len(pad) // 2) if not (same_zero(pad[2 * i]) and same_zero(pad[2 * i + 1]))]
 
@@ -309,11 +318,11 @@ class Pad(Rule):
         return self._padded(node) == [layouts[node].vocab]
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         vocab = e.layouts[node].vocab
         assert vocab is not None
         at = 2 * (len(shape(node)) - 1 - vocab)
-        pad = [e.operand(p, [], None, rowmap) for p in node.args[1][at : at + 2]]  # type: ignore[index]
+        pad = [e.operand(p, [], None, rowmap) for p in self._amounts(node)[at : at + 2]]
         dense = e.draft.dense(e.operand(x, shape(x), vocab, rowmap), e.builder.dim(shape(x)[vocab]))
         return e.call(aten.constant_pad_nd.default, dense, pad, arg(node, 2, "value", 0))
 

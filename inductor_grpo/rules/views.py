@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
-from ..graph import Size, aten, is_one, numel, same, shape
+from ..graph import Size, aten, is_one, node_arg, numel, right_aligned, same, shape
 from ..layout import Layouts
 from ..rowmap import RowMap, Step
 from .base import Rule, rule
@@ -53,7 +53,7 @@ class View(Rule):
     """Row-major order of the rows is kept, so the row space is, as long as the vocabulary dimension survives whole."""
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         source, own = layouts.get(x), layouts.get(node)
         if source is not None:
             if source.vocab is None:
@@ -74,7 +74,7 @@ class View(Rule):
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         if node.args[0] not in e.layouts:
             return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
-        return e.value(node.args[0], rowmap)  # type: ignore[arg-type]
+        return e.value(node_arg(node, 0), rowmap)
 
 
 @rule(aten.permute.default, aten.t.default, aten.transpose.int)
@@ -85,10 +85,11 @@ class Permute(Rule):
     def order(node: fx.Node) -> list[int]:
         """The permutation."""
         rank = len(shape(node))
+        given: Any = node.args[1:]
         if node.target is aten.permute.default:
-            return [d % rank for d in node.args[1]]  # type: ignore[union-attr, operator]
+            return [d % rank for d in given[0]]
         order = list(range(rank))
-        i, j = (0, rank - 1) if node.target is aten.t.default else (node.args[1] % rank, node.args[2] % rank)  # type: ignore[operator]
+        i, j = (0, rank - 1) if node.target is aten.t.default else (given[0] % rank, given[1] % rank)
         order[i], order[j] = order[j], order[i]
         return order
 
@@ -98,7 +99,7 @@ class Permute(Rule):
         return rows == sorted(rows)
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         order, source, own = self.order(node), layouts.get(x), layouts.get(node)
         if source is not None:
             vocab = None if source.vocab is None else order.index(source.vocab)
@@ -110,7 +111,7 @@ class Permute(Rule):
             layouts.set(x, own.space, order[own.vocab])
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         source = e.layouts.get(x)
         if source is None:
             return e.outer(node, shape(node), e.layouts[node].vocab, rowmap)
@@ -129,12 +130,12 @@ class Expand(Rule):
     """Broadcasting: of a row value along the vocabulary it is nothing; of the logits along rows it is a selection."""
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         source = layouts.get(x)
         if source is None:
             return
         shift = len(shape(node)) - len(shape(x))
-        padded: list[Size] = [1] * shift + shape(x)
+        padded = right_aligned(shape(x), len(shape(node)))
         stretched = [d for d, size in enumerate(shape(node)) if not same(padded[d], size)]
         if not stretched:
             layouts.set(node, source.space, None if source.vocab is None else source.vocab + shift)
@@ -142,7 +143,7 @@ class Expand(Rule):
             layouts.set(node, layouts.new_space(), source.vocab + shift)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x = node_arg(node, 0)
         sizes, source, vocab = shape(node), e.layouts.get(x), e.layouts[node].vocab
         if source is None or source.vocab is None or source.space == e.layouts[node].space:
             return e.spread(x, sizes, vocab, rowmap)

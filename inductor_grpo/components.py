@@ -1,0 +1,116 @@
+"""The regions of a graph, grouped into components: what is rewritten together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.fx as fx
+
+from .graph import aten, hint, is_tensor, nbytes, same_sizes, shape, target_of
+from .heads import MATMULS, Head, weight_root
+from .layout import Layouts
+from .report import Location
+from .rules import RULES, infer_layouts
+from .rules.reductions import MULTIPLE, SPLITS, WHOLE, Reduction, reduced_dims
+
+
+@dataclasses.dataclass
+class Component:
+    """Regions that touch each other; they are rewritten together or not at all."""
+
+    heads: list[Head]
+    nodes: set[fx.Node]
+
+    @property
+    def location(self) -> Location | None:
+        """The line of the first head."""
+        return Location.of(self.heads[0].node)
+
+    @property
+    def logits_bytes(self) -> int:
+        """The largest tensor of each head's vocabulary that the graph makes, all heads together."""
+        return sum(nbytes(h.node) for h in self.heads)
+
+
+def find_components(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> list[Component]:
+    """Gives the regions their layouts and groups the heads that share one."""
+    if not heads:
+        return []
+    layouts.vocabulary = min(hint(head.vocabulary) for head in heads)
+    for head in heads:
+        layouts.set(head.node, layouts.new_space(), head.vocab)
+    _seed_gradients(graph, layouts, heads, backward)
+    infer_layouts(layouts)
+    parents: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while parents.get(node, node) is not node:
+            node = parents[node]
+        return node
+
+    members = {n for n in graph.nodes if n in layouts or n in layouts.conflicts or target_of(n) in MULTIPLE | SPLITS}
+    for node in members:
+        for a in node.all_input_nodes:
+            if a in members and target_of(node) not in MATMULS:  # what a matmul makes is another region, or none
+                parents[find(a)] = find(node)
+    groups: dict[fx.Node, Component] = {}
+    for head in heads:
+        groups.setdefault(find(head.node), Component([], set())).heads.append(head)
+    for node in members:
+        if find(node) in groups:
+            groups[find(node)].nodes.add(node)
+        else:
+            layouts.drop({node})
+    return list(groups.values())
+
+
+def _seed_gradients(graph: fx.Graph, layouts: Layouts, heads: list[Head], backward: set[fx.Node]) -> None:
+    """The gradient of logits is what meets a head's weight in the backward; a loss that only gathers has no softmax
+    that would link it to the head."""
+    roots: dict[fx.Node, Head] = {}
+    for head in heads:
+        roots.setdefault(weight_root(head.weight), head)
+    for node in graph.nodes:
+        if target_of(node) is not aten.mm.default or node not in backward:
+            continue
+        a, b = node.args
+        found = roots.get(weight_root(b)) or roots.get(weight_root(a))
+        if found is None:
+            continue
+        d, vocab = (a, len(shape(a)) - 1) if roots.get(weight_root(b)) is found else (b, len(shape(b)) - 2)
+        if d not in layouts and same_sizes([shape(d)[vocab]], [found.vocabulary]) and d in backward:
+            layouts.set(d, layouts.new_space(), vocab)
+
+
+def is_logits_like(component: Component, layouts: Layouts) -> bool:
+    """Something reduces over the vocabulary what comes of the region, or keeps a head much wider than hidden: not just
+    a wide layer of a network, whose activations go into the next matmul (three times as wide: queries, keys and
+    values)."""
+    if any(_is_reduced(head) for head in component.heads):
+        return True
+    much_wider = any(hint(h.vocabulary) > 3 * hint(h.inner) for h in component.heads)
+    outside = {u for n in component.nodes if layouts.is_wide(n) for u in n.users if not layouts.is_wide(u)}
+    return any(u in layouts or (much_wider and target_of(u) not in MATMULS) for u in outside)
+
+
+def _is_reduced(head: Head) -> bool:
+    """A reduction over V is reached from the head through tensors that have a dimension of that size."""
+    columns, seen, work = hint(head.vocabulary), {head.node}, [head.node]
+    while work:
+        node = work.pop()
+        for user in node.users:
+            rule = RULES.get(user.target)
+            if isinstance(rule, Reduction) or user.target in WHOLE or user.target in MULTIPLE:
+                if any(hint(shape(node)[d]) == columns for d in reduced_dims(user)):
+                    return True
+            elif user not in seen and is_tensor(user) and columns in map(hint, shape(user)):
+                seen.add(user)
+                work.append(user)
+    return False
+
+
+def reads_another(component: Component, real: list[Component], layouts: Layouts) -> bool:
+    """Its heads multiply what another region's logits gave: they are that region's gradients, not heads."""
+    others = [c for c in real if c is not component]
+    operands = [x for head in component.heads for x in (head.hidden, head.weight)]
+    return any(x in c.nodes and layouts.is_wide(x) for x in operands for c in others)
