@@ -178,8 +178,11 @@ def _sum(
     transposed: bool = False,
 ) -> Exit:
     rows, contributions = region.layouts.rows(x), []
+    # The other operand may come later than the region's values: a tangent times what the forward has.
+    others = [a for a in node.all_input_nodes if not region.layouts.is_wide(a)]
+    depth = max(region.depths[x], *(region.depths[a] + (a in region.layouts) for a in others), 0)
     for term in parts:
-        e = region.emitter(term.node, region.depths[x])
+        e = region.emitter(term.node, depth)
         path = RowMap(term.path)
         term_operand: RowInput | fx.Node | None = operand
         if operand is not None and kind in ("outer", "outer_t"):

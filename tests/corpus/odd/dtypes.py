@@ -23,11 +23,6 @@ def entropy_in_bf16_and_in_float32(h, w, y):
     return log_prob(z, y), entropy(z), log_prob(z.float(), y), entropy(z.float())
 
 
-@case("streamed", head(dtype=torch.float16))
-def float16_widened(h, w, y):
-    return log_prob((h @ w.t()).float(), y)
-
-
 @case("streamed", head(dtype=torch.float64))
 def float64_narrowed(h, w, y):
     z = h @ w.t()
@@ -81,12 +76,6 @@ def dropout_that_drops_nothing(h, w, y):
 def counts_and_flags(h, w, y):
     z = h @ w.t()
     return (z > 0).sum(1), (z > 0).long().amax(-1), (z > 0).int().amin(-1), (z > 2).any(-1), z.logsumexp(-1)
-
-
-@case("streamed")
-def largest_and_smallest_of_flags(h, w, y):
-    z = h @ w.t()
-    return log_prob(z, y), (z > 0).amax(-1), (z > 2).amin(-1)
 
 
 @case("streamed", head(13, 16, V, lambda: ids(13, V, high=2, seed=5)), whole=True)

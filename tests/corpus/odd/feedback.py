@@ -28,12 +28,6 @@ def deviation_of_all_logits(h, w, y):
     return log_prob(z, y), z.std()
 
 
-@case("NO_ROW_RULE")
-def deviation_of_all_logits_as_a_metric(h, w, y):
-    z = h @ w.t()
-    return log_prob(z, y), z.detach().std()
-
-
 @case("streamed")
 def norm_of_all_logits(h, w, y):
     z = h @ w.t()
@@ -128,13 +122,6 @@ def log_prob_of_the_best_of_the_top_five(h, w, y):
     z = h @ w.t()
     z = torch.where(z >= z.topk(5, -1).values[:, -1:].detach(), z, -torch.inf)
     return log_prob(z, z.argmax(-1)), z.logsumexp(-1)
-
-
-@case("MIXES_ROWS")
-def all_rows_in_sorted_order_added(h, w, y):
-    with torch.no_grad():
-        z = h @ w.t()
-        return log_prob(z.topk(13, 0).values + z, y)
 
 
 @case("streamed")

@@ -45,12 +45,6 @@ def masked(scores):
     return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -1e9).softmax(-1)
 
 
-@case("streamed", head(13, 16, V, learned(48, 16)))
-def attention_of_one_head(h, w, y, qkv):
-    q, k, v = (h @ qkv.t()).chunk(3, -1)
-    return F.cross_entropy((h + masked(q @ k.t() / 4) @ v) @ w.t(), y)
-
-
 @case("streamed NO_ROW_RULE", head(30, 16, V, learned(12, 16)))
 def attention_with_more_tokens_than_features(h, w, y, qkv):
     q, k, v = (h @ qkv.t()).chunk(3, -1)
@@ -128,11 +122,6 @@ def head_of_its_own_for_every_sequence(h, w, y):
 # ---------------------------------------------------------------- weights made in the graph
 
 
-@case("streamed", also(learned(4, 16), learned(V, 4, seed=6)), whole=True)
-def low_rank_update_merged(h, w, y, a, b):
-    return F.cross_entropy(h @ (w + b @ a).t(), y)
-
-
 @case("streamed", head(13, 16, 17, learned(4, 16), learned(17, 4, seed=6)), whole=True)
 def low_rank_update_merged_into_a_small_vocabulary(h, w, y, a, b):
     return F.cross_entropy(h @ (w + b @ a).t(), y)
@@ -160,10 +149,3 @@ def several_products_without_gradients(h, w, y, second):
         z = h @ w.t()
         p = z.softmax(-1)
         return z.relu() @ second, p @ second, z[:, :V] @ second, z @ second, z[:, 5:30] @ second[:25], pick(z, y)
-
-
-@case("streamed", also(lambda: normal(V, 8, seed=9)))
-def product_of_some_columns_beside_probabilities(h, w, y, second):
-    with torch.no_grad():
-        z = h @ w.t()
-        return z.softmax(-1) @ second, z[:, 5:30] @ second[:25], z.max(-1).values, z[:, 3]

@@ -48,11 +48,6 @@ def rows_and_vocabulary_flipped(h, w, y):
     return (h @ w.t()).flip(0, 1).log_softmax(-1)[:, 0]
 
 
-@case("streamed")
-def rows_rolled(h, w, y):
-    return log_prob((h @ w.t()).roll(2, 0), y)
-
-
 @case("NO_HEAD")
 def rows_sorted(h, w, y):
     return (h @ w.t()).sort(0).values.logsumexp(-1)
@@ -134,12 +129,6 @@ def candidates_by_gather(h, w, y):
     return (h @ w.t()).log_softmax(-1).gather(1, torch.stack(three(y), 1))
 
 
-@case("streamed")
-def candidates_by_gather_without_gradients(h, w, y):
-    with torch.no_grad():
-        return (h @ w.t()).log_softmax(-1).gather(1, torch.stack(three(y), 1))
-
-
 @case("LAYOUT")
 def candidates_by_index_first(h, w, y):
     return (h @ w.t()).log_softmax(-1)[torch.arange(N), torch.stack(three(y))]
@@ -161,12 +150,6 @@ def candidates_by_index_of_one_row(h, w, y):
 @case("streamed")
 def overlapping_chunks_of_the_hidden(h, w, y):
     return torch.cat([log_prob(h[i : i + 5] @ w.t(), y[i : i + 5]) for i in range(0, 12, 3)])
-
-
-@case("streamed")
-def overlapping_chunks_of_the_logits(h, w, y):
-    z = h @ w.t()
-    return torch.cat([log_prob(z[i : i + 5], y[i : i + 5]) for i in range(0, 12, 3)])
 
 
 @case("streamed")

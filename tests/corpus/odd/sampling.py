@@ -76,11 +76,6 @@ def bigram_prior_by_embedding(h, w, y, prior):
     return log_prob(h @ w.t() + F.embedding(y.roll(1), prior), y)
 
 
-@case("NO_ROW_RULE", also(lambda: normal(V, V, seed=8, grad=True)))
-def bigram_prior_by_index(h, w, y, prior):
-    return log_prob(h @ w.t() + prior[y.roll(1)], y)
-
-
 @case("MIXES_ROWS", also(lambda: normal(V, V, seed=8)))
 def bigram_prior_that_is_fixed(h, w, y, prior):
     return log_prob(h @ w.t() + prior[y.roll(1)], y)
@@ -104,12 +99,6 @@ def expected_embedding_of_the_tied_head(h, w, y):
 @case("streamed NO_ROW_RULE")
 def expected_embedding_into_the_head_again(h, w, y):
     return log_prob((h @ w.t()).softmax(-1) @ w @ w.t(), y)
-
-
-@case("NO_ROW_RULE")
-def expected_square_of_the_head(h, w, y):
-    p = (h @ w.t()).softmax(-1)
-    return (p * (1 - p)) @ w.square()
 
 
 @case("streamed", also(lambda: normal(V, 8, seed=5, grad=True)), whole=True)

@@ -14,12 +14,6 @@ INF, NAN = float("inf"), float("nan")
 
 
 @case("streamed")
-def first_column(h, w, y):
-    z = h @ w.t()
-    return log_prob(z, y), z[:, 0]
-
-
-@case("streamed")
 def first_and_last_column_in_the_loss(h, w, y):
     z = h @ w.t()
     return (-log_prob(z, y) + z[:, 0].square() + z[:, -1]).mean()
@@ -35,12 +29,6 @@ def sum_of_the_first_columns(h, w, y):
 def columns_by_index_with_a_duplicate(h, w, y):
     z = h @ w.t()
     return log_prob(z, y), z[:, torch.tensor([0, 3, 3])].amax(-1), z[:, torch.tensor([1, 2])].sum(-1)
-
-
-@case("NO_ROW_RULE")
-def every_second_column_by_index(h, w, y):
-    z = h @ w.t()
-    return log_prob(z, y), z[:, torch.arange(0, V, 2)].amax(-1)
 
 
 @case("streamed")
@@ -83,11 +71,6 @@ def feature_padded_to_the_vocabulary(h, w, y):
     return log_prob(h @ w.t() + F.pad(h[:, :1], (3, 37)), y)
 
 
-@case("MIXES_ROWS")
-def sum_of_features_padded_to_the_vocabulary(h, w, y):
-    return log_prob(h @ w.t() + F.pad(h.sum(1, keepdim=True), (3, 37)), y)
-
-
 # ---------------------------------------------------------------- whole tiles masked
 
 
@@ -119,10 +102,8 @@ LEAST = torch.finfo(torch.float32).min
 MASKED = [
     (masked_entropy, entropy, LEAST),
     (masked_entropy, entropy, -INF),
-    (masked_entropy, entropy_of_products, LEAST),
     (masked_entropy, entropy_as_a_difference, -1e30),
     (masked_entropy_by_addition, entropy, LEAST),
-    (masked_entropy_by_addition, entropy, -INF),
     (masked_entropy_by_addition, entropy_of_products, -1e38),
     (masked_entropy_by_addition, entropy_as_a_difference, LEAST),
     (masked_entropy_by_where, entropy, LEAST),
@@ -171,12 +152,6 @@ for name, make in {
 def ignored_label_plain_and_smoothed(h, w, y):
     z = h @ w.t()
     return F.cross_entropy(z, y), F.cross_entropy(z, y, reduction="none", label_smoothing=0.1)
-
-
-@case("streamed", head(13, 8, 13), whole=True)
-def square_with_entropy(h, w, y):
-    z = h @ w.t()
-    return log_prob(z, y), entropy(z)
 
 
 @case("streamed")

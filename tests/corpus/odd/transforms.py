@@ -66,6 +66,11 @@ def dynamic_integer_temperature(h, w, y, t):
     return log_prob(h @ w.t() / t, y)
 
 
+@case("streamed", also(lambda: 1.5), dynamic=True, known="a bound that is a symbol reaches clamp as a tensor: INTERNAL")
+def dynamic_number_as_a_clamp_bound(h, w, y, bound):
+    return log_prob((h @ w.t()).clamp(-bound, bound), y)
+
+
 @case("streamed", lambda: (normal(2, 2, 7, seed=0, grad=True), normal(37, 7, seed=2)), dynamic=True)
 def dynamic_roll_by_the_number_of_rows(h, w):
     z = h @ w.t()

@@ -13,15 +13,12 @@ BACKWARDS = torch.arange(N - 1, -1, -1)
 OVER_ROWS = {
     "cumsum": (lambda z: z.cumsum(0), "MIXES_ROWS", "NO_ROW_RULE"),
     "cumprod": (lambda z: z.cumprod(0), "MIXES_ROWS", "NO_ROW_RULE"),
-    "logcumsumexp": (lambda z: z.logcumsumexp(0), "MIXES_ROWS", "NO_ROW_RULE"),
-    "cummax": (lambda z: z.cummax(0).values, "MIXES_ROWS", ""),
-    "sort": (lambda z: z.sort(0).values, "MIXES_ROWS", "NO_ROW_RULE"),
+    "sort": (lambda z: z.sort(0).values, "MIXES_ROWS", ""),
     "argsort": (lambda z: z.argsort(0), "MIXES_ROWS", ""),
     "topk": (lambda z: z.topk(N, 0).values, "MIXES_ROWS", "NO_ROW_RULE"),
-    "softmax": (lambda z: z.softmax(0), "NO_ROW_RULE", "NO_ROW_RULE"),
-    "gather": (lambda z: z.gather(0, torch.zeros(N, V, dtype=torch.long)), "MIXES_ROWS", ""),
-    "gather_in_sorted_order": (lambda z: torch.take_along_dim(z, z.argsort(0), 0), "MIXES_ROWS", "MIXES_ROWS"),
-    "padded_difference": (lambda z: F.pad(z.diff(dim=0), (0, 0, 0, 1)), "MIXES_ROWS", "NO_ROW_RULE"),
+    "softmax": (lambda z: z.softmax(0), "NO_ROW_RULE", ""),
+    "gather_in_sorted_order": (lambda z: torch.take_along_dim(z, z.argsort(0), 0), "MIXES_ROWS", ""),
+    "padded_difference": (lambda z: F.pad(z.diff(dim=0), (0, 0, 0, 1)), "MIXES_ROWS", ""),
     "shift_by_padding": (lambda z: F.pad(z, (0, 0, 2, 0))[:-2], "MIXES_ROWS", ""),
     "average_pool": (lambda z: F.avg_pool1d(z.t()[None], 3, 1, 1)[0].t(), "NO_ROW_RULE", ""),
     "rotation": (lambda z: torch.rot90(z, 2), "MIXES_ROWS", ""),
@@ -31,7 +28,7 @@ OVER_ROWS = {
     "roll": (lambda z: z.roll(3, 0), "streamed", "streamed"),
     "reversed_by_index": (lambda z: z[BACKWARDS], "streamed", ""),
     "reversed_by_index_select": (lambda z: z.index_select(0, BACKWARDS), "streamed", ""),
-    "unit_columns": (lambda z: F.normalize(z, dim=0), "streamed", "streamed"),
+    "unit_columns": (lambda z: F.normalize(z, dim=0), "streamed", ""),
     "row_norms_clipped": (lambda z: z.renorm(2, 0, 1.0), "streamed", ""),
     "sum_given_to_all": (lambda z: z.sum(0).expand(N, -1), "streamed", ""),
     "triangle": (lambda z: z.tril(), "streamed", ""),
@@ -81,12 +78,6 @@ def centred_over_a_batch_of_one(h, w, y):
     return log_prob(z - 0.5 * z.mean(0, keepdim=True), y)
 
 
-@case("MIXES_ROWS", head(1))
-def centred_over_one_token(h, w, y):
-    z = h @ w.t()
-    return log_prob(z - 0.5 * z.mean(0, keepdim=True), y)
-
-
 @case("MIXES_ROWS", head(7, batch=1))
 def sum_and_maximum_over_a_batch_of_one(h, w, y):
     z = h @ w.t()
@@ -96,11 +87,6 @@ def sum_and_maximum_over_a_batch_of_one(h, w, y):
 @case("MIXES_ROWS", head(7, batch=1))
 def mixture_of_a_batch_of_one(h, w, y):
     return pick((h @ w.t()).log_softmax(-1).logsumexp(0), y[0])
-
-
-@case("NO_ROW_RULE", head(7, batch=1))
-def mean_probability_of_a_batch_of_one(h, w, y):
-    return pick((h @ w.t()).softmax(-1).mean(0).log(), y[0])
 
 
 @case("MIXES_ROWS", head(1, batch=4))
@@ -113,12 +99,6 @@ def maximum_over_a_time_of_one(h, w, y):
 def deviation_over_a_time_of_one(h, w, y):
     z = h @ w.t()
     return log_prob(z / (z.std(1, keepdim=True, correction=0) + 1), y)
-
-
-@case("MIXES_ROWS", head(1, batch=3))
-def running_sum_over_a_time_of_one(h, w, y):
-    z = h @ w.t()
-    return log_prob(z + z.cumsum(1), y)
 
 
 @case("MIXES_ROWS", head(1, batch=3))
@@ -155,11 +135,6 @@ def detached_ensemble_mean_subtracted(h, w, y):
 
 @case("MIXES_ROWS", head(7, batch=2))
 def head_of_the_mean_hidden_subtracted(h, w, y):
-    return log_prob(h @ w.t() - h.mean(1, keepdim=True) @ w.t(), y)
-
-
-@case("MIXES_ROWS", head(7, batch=1))
-def head_of_the_mean_hidden_of_a_batch_of_one(h, w, y):
     return log_prob(h @ w.t() - h.mean(1, keepdim=True) @ w.t(), y)
 
 
