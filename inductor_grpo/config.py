@@ -97,7 +97,7 @@ def _is_word(value: Any, *words: str) -> bool:
 class Settings:
     """One consistent set of settings; the pass sees nothing else.  Hashable, picklable, compared by value."""
 
-    min_logits_bytes: int = 32 << 20
+    min_logits_bytes: int | None = None
     chunk_bytes: int | None = None
     accumulate: str = "float32"
     require: bool = False
@@ -121,7 +121,7 @@ class Settings:
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
-    "min_logits_bytes": _size,
+    "min_logits_bytes": _optional_size,
     "chunk_bytes": _chunk,
     "accumulate": _one_of("float32", "param"),
     "require": _switch,
@@ -133,7 +133,7 @@ _DEFAULTS = Settings()
 _overrides: dict[str, Any] = {}
 
 # The type checker's view of the module's attributes; the values come from _ConfigModule.
-min_logits_bytes: int
+min_logits_bytes: int | None
 chunk_bytes: int | None
 accumulate: str
 require: bool

@@ -17,6 +17,8 @@ from .tiling import as_tiles
 def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> Rejection | None:
     """Why a region that could be streamed is left alone; None when it is not."""
     size, limit = component.logits_bytes, settings.min_logits_bytes
+    if limit is None:
+        limit = runtime.min_logits_bytes(value(component.heads[0].node).device.type)
     if "engine" in settings.disable:
         return Rejection("DISABLED", "grpo.disable names the engine", component.location, size)
     if settings.max_rewrites is not None and rewrites >= settings.max_rewrites:
@@ -68,7 +70,7 @@ def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], se
 
     ``min_logits_bytes=0`` asks for every region, whatever it costs.
     """
-    if not settings.min_logits_bytes:
+    if settings.min_logits_bytes == 0:
         return None
     contractions = sum(exit.kind in ("contract", "outer", "outer_t") for exit in exits if _belongs(exit, component))
     usual = len(component.heads) + contractions

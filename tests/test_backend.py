@@ -288,13 +288,16 @@ def test_counters_log_and_last_report(
 
 def test_threads_do_not_mix_their_reports(seen: Seen) -> None:
     both = threading.Barrier(2, timeout=60)
+    one_at_a_time = threading.Lock()  # as Dynamo compiles; tracing itself is not safe in two threads
     found: dict[str, list[Report]] = {}
 
     def run(name: str) -> None:
         with backend.collected() as reports:
             both.wait()
-            module = torch.fx.symbolic_trace(torch.nn.ReLU())
-            backend.inductor_grpo(module, [torch.ones(2 if name == "a" else 3)], options=EAGER)
+            with one_at_a_time:
+                module = torch.fx.symbolic_trace(torch.nn.ReLU())
+                backend.inductor_grpo(module, [torch.ones(2 if name == "a" else 3)], options=EAGER)
+            both.wait()
         found[name] = reports
 
     seen.report = lambda graph, settings: Report(

@@ -45,7 +45,6 @@ def test_patch_restores_after_an_error() -> None:
     [
         ("min_logits_bytes", -1),
         ("min_logits_bytes", "many"),
-        ("min_logits_bytes", None),
         ("chunk_bytes", 1.5),
         ("chunk_bytes", True),
         ("accumulate", "fp32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.corpus.odd.registry import N, V, case, head, labelled, log_prob, spoilt
+from tests.corpus.odd.registry import N, V, case, labelled, log_prob, spoilt
 from tests.corpus.spellings import ids, normal
 
 

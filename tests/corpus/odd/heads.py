@@ -21,17 +21,17 @@ def layer_wider_than_the_vocabulary(h, w, y, up, down):
     return F.cross_entropy((h + F.gelu(h @ up.t()) @ down.t()) @ w.t(), y)
 
 
-@case("streamed NO_ROW_RULE", also(learned(64, 16), learned(16, 64, seed=6)))
+@case("streamed", also(learned(64, 16), learned(16, 64, seed=6)))
 def layer_with_a_softmax(h, w, y, up, down):
     return F.cross_entropy((h + (h @ up.t()).softmax(-1) @ down.t()) @ w.t(), y)
 
 
-@case("streamed NO_ROW_RULE", also(learned(64, 16), learned(16, 64, seed=6)))
+@case("streamed", also(learned(64, 16), learned(16, 64, seed=6)))
 def layer_with_a_norm(h, w, y, up, down):
     return F.cross_entropy((h + F.layer_norm(h @ up.t(), (64,)).relu() @ down.t()) @ w.t(), y)
 
 
-@case("NO_ROW_RULE", also(learned(64, 16), learned(V, 64, seed=6)))
+@case("streamed", also(learned(64, 16), learned(V, 64, seed=6)), whole=True)
 def hidden_wider_than_the_vocabulary(h, w, y, up, down):
     return F.cross_entropy(F.layer_norm(h @ up.t(), (64,)) @ down.t(), y)
 
@@ -45,7 +45,7 @@ def masked(scores):
     return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -1e9).softmax(-1)
 
 
-@case("streamed NO_ROW_RULE", head(30, 16, V, learned(12, 16)))
+@case("streamed", head(30, 16, V, learned(12, 16)))
 def attention_with_more_tokens_than_features(h, w, y, qkv):
     q, k, v = (h @ qkv.t()).chunk(3, -1)
     return F.cross_entropy((h + (masked(q @ k.t() / 2) @ v).repeat(1, 4)) @ w.t(), y)
@@ -137,7 +137,7 @@ def tied_embedding_on_the_way_in(h, w, y):
     return F.cross_entropy((F.embedding(y, w) + h) @ w.t(), y.roll(-1))
 
 
-@case("NO_ROW_RULE", also(learned(V, 8, seed=9)))
+@case("streamed", also(learned(V, 8, seed=9)), known="the gradient of the second matrix is wrong")
 def probabilities_through_a_second_matrix(h, w, y, second):
     z = h @ w.t()
     return z.softmax(-1) @ second, z @ second

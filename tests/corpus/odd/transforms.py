@@ -66,9 +66,15 @@ def dynamic_integer_temperature(h, w, y, t):
     return log_prob(h @ w.t() / t, y)
 
 
-@case("streamed", also(lambda: 1.5), dynamic=True, known="a bound that is a symbol reaches clamp as a tensor: INTERNAL")
+@case("streamed", also(lambda: 1.5), dynamic=True)
 def dynamic_number_as_a_clamp_bound(h, w, y, bound):
     return log_prob((h @ w.t()).clamp(-bound, bound), y)
+
+
+@case("streamed", also(lambda: 1.0), dynamic=True, known="a number that is a symbol reaches full as a tensor: INTERNAL")
+def dynamic_number_as_a_factor_and_as_a_filling(h, w, y, c):
+    z = h @ w.t()
+    return torch.where(z > c, z, c).logsumexp(-1), z.add(z, alpha=c).amax(-1)
 
 
 @case("streamed", lambda: (normal(2, 2, 7, seed=0, grad=True), normal(37, 7, seed=2)), dynamic=True)
