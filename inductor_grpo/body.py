@@ -99,6 +99,10 @@ def _dense(value: Tensor, n: Any, columns: Any) -> Tensor:
     return torch.ops.aten.expand.default(value, [n, columns])
 
 
+def _is_view_of_another(value: Tensor, target: Tensor, logits: Sequence[Tensor]) -> bool:
+    return any(codegen.shares_storage(value, buffer) and value is not target for buffer in logits)
+
+
 def step(
     program: Program,
     plan: Plan,
@@ -136,6 +140,8 @@ def step(
             # It may be a view of logits that a store below overwrites.
             results.append(dense.clone() if plan.in_place else dense)
     del values
+    # A value may be (a view of) logits that an earlier store overwrites.
+    stores = [(t, v.clone() if len(stores) > 1 and _is_view_of_another(v, t, logits) else v) for t, v in stores]
     for target, value in stores:
         if value is not target:
             torch.ops.aten.copy_.default(target, value)

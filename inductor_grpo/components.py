@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import torch
 import torch.fx as fx
 
-from .graph import aten, hint, is_tensor, nbytes, same_sizes, shape, target_of
+from .graph import aten, hint, is_tensor, nbytes, numel, same_sizes, shape, target_of
 from .heads import MATMULS, Head, weight_root
 from .layout import Layouts
 from .report import Location
@@ -96,6 +98,7 @@ def is_logits_like(component: Component, layouts: Layouts) -> bool:
 def _is_reduced(head: Head) -> bool:
     """A reduction over V is reached from the head through tensors that have a dimension of that size."""
     columns, seen, work = hint(head.vocabulary), {head.node}, [head.node]
+    elements = hint(numel(shape(head.node)))
     while work:
         node = work.pop()
         for user in node.users:
@@ -103,9 +106,12 @@ def _is_reduced(head: Head) -> bool:
             if isinstance(rule, Reduction) or user.target in WHOLE or user.target in MULTIPLE:
                 if any(hint(shape(node)[d]) == columns for d in reduced_dims(user)):
                     return True
-            elif user not in seen and is_tensor(user) and columns in map(hint, shape(user)):
-                seen.add(user)
-                work.append(user)
+            for after in [user] if is_tensor(user) else user.users:
+                if after in seen or not is_tensor(after):
+                    continue
+                if columns in map(hint, shape(after)) or hint(numel(shape(after))) == elements:
+                    seen.add(after)
+                    work.append(after)
     return False
 
 
@@ -114,3 +120,34 @@ def reads_another(component: Component, real: list[Component], layouts: Layouts)
     others = [c for c in real if c is not component]
     operands = [x for head in component.heads for x in (head.hidden, head.weight)]
     return any(x in c.nodes and layouts.is_wide(x) for x in operands for c in others)
+
+
+def left_behind(graph: fx.Graph, components: list[Component], known: set[fx.Node]) -> list[fx.Node]:
+    """The tensors of tokens x vocabulary that a rewritten graph still makes: they do not come row by row from the
+    logits.  Those of ``known`` have a rejection already."""
+    found = []
+    for component in components:
+        head = component.heads[0]
+        columns = hint(head.vocabulary)
+        rows = hint(numel(shape(head.node))) // max(1, columns)
+        if rows in (0, 1, hint(head.inner)):
+            continue  # not to be told from a weight, or nothing
+        for node in graph.nodes:
+            made = (
+                is_tensor(node)
+                and node.op == "call_function"
+                and node.users
+                and node not in known
+                and not _is_view(node)
+            )
+            if made and columns in (sizes := list(map(hint, shape(node)))):
+                sizes.remove(columns)
+                if math.prod(sizes) == rows and node not in found:
+                    found.append(node)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.is_view or node.target is aten.reshape.default
+    )

@@ -9,11 +9,11 @@ Three places, the nearest one wins:
 ====================  ===============================================================================
 name                  meaning
 ====================  ===============================================================================
-``min_logits_bytes``  leave heads with smaller logits alone; 0 rewrites every head
+``min_logits_bytes``  leave heads with smaller logits alone; 0 rewrites every head; None: by device
 ``chunk_bytes``       upper bound for one chunk of logits; None (or 0): by device
 ``accumulate``        "float32", or "param": sum weight gradients in the weight's own dtype
 ``require``           a vocabulary-sized tensor left in the graph is an error
-``disable``           names of patterns not to use, separated by commas
+``disable``           names of patterns not to use ("tiles": none of them), separated by commas
 ``max_rewrites``      stop after so many rewrites in one graph (bisecting); None: no limit
 ``codegen``           "inductor", or "eager": run the rewritten graphs without generating code
 ====================  ===============================================================================

@@ -164,7 +164,7 @@ class Emitter:
             if self.layouts.is_wide(x):
                 raise self.region.refuse(x, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
         if layout is None and target_of(x) in (aten.full.default, aten.scalar_tensor.default):
-            return self._constant(x, x.args[1] if x.target is aten.full.default else x.args[0])
+            return self.constant(x, x.args[1] if x.target is aten.full.default else x.args[0])
         if layout is None and target_of(x) is aten.expand.default:
             return self.spread(node_arg(x, 0), sizes, vocab, rowmap)
         return self.outer(x, sizes, vocab, rowmap)
@@ -176,10 +176,15 @@ class Emitter:
             return self.operand(x, sizes, vocab, rowmap)
         return self.call(aten.reshape.default, self.draft.whole(x), [1, 1])
 
-    def _constant(self, x: fx.Node, fill: Any) -> fx.Node:
-        if isinstance(fill, fx.Node):
-            fill = self._scalar(fill)
+    def constant(self, x: fx.Node, fill: Any) -> fx.Node:
+        """A constant tensor: one element stands for all of them."""
         dims = [1, 1] if shape(x) else []  # 0-dim stays 0-dim: types promote differently
+        if isinstance(fill, fx.Node):
+            number = self._scalar(fill)
+            if not isinstance(value(fill), torch.SymInt):
+                number = self.call(prims.convert_element_type.default, number, value(x).dtype)
+                return self.call(aten.reshape.default, number, dims)
+            fill = number
         return self.call(aten.full.default, dims, fill, dtype=value(x).dtype, device=value(x).device)
 
     def _scalar(self, x: fx.Node) -> fx.Node:

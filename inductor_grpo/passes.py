@@ -45,7 +45,7 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
             " over V); compile the head and the loss together"
         )
         rejections.append(Rejection("NO_HEAD", message))
-    return Report(report.rewrites, rejections)
+    return Report(report.rewrites, rejections + report.rejections)
 
 
 def adopt(graph: fx.Graph, candidate: fx.Graph) -> None:

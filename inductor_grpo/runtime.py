@@ -20,8 +20,8 @@ MIB = 2**20
 # as much as the cast of the sum at the end takes anyway (the buffer is gone by then), up to the third.
 CPU_CHUNK_BYTES = 64 * MIB
 CUDA_CHUNK_BYTES = (256 * MIB, 640 * MIB, 1280 * MIB)
-# Logits below this are left alone by default: measured, their step takes no less memory than stock's (on an H200 at 250 MiB the
-# two are equal, at 500 MiB a third is saved) and a little more time.
+# Logits below this are left alone by default: measured, their step takes no less memory than stock's (on an H200 at
+# 250 MiB the two are equal, at 500 MiB a third is saved) and a little more time.
 MIN_LOGITS_BYTES = {"cpu": 64 * MIB, "cuda": 384 * MIB}
 # Columns of a vocabulary tile, and bytes of one [rows, tile] buffer of logits by default.  The width does not depend on
 # the number of rows, so that two compiled steps (for a full tile and for the last) serve every number of rows.

@@ -11,13 +11,13 @@ import torch.fx as fx
 
 from . import plan
 from ._compat import fxgraph
-from .components import Component, find_components, is_logits_like, reads_another
+from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
 from .depth import after_tangent, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
-from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, numel, shape, value
+from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, numel, shape, value
 from .heads import find_heads
 from .layout import Layouts
 from .merge import merge
@@ -46,11 +46,13 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     layouts = Layouts()
     components = find_components(graph, layouts, heads, backward)
     chosen: list[Component] = []
+    refused_nodes: set[fx.Node] = set()
     real = [c for c in components if is_logits_like(c, layouts)]
     for component in components:
         places = frozenset(positions[h.node] for h in component.heads)
         if places & left_alone or component not in real or reads_another(component, real, layouts):
             layouts.drop(component.nodes)
+            refused_nodes |= component.nodes
             continue
         if (rejection := plan.reason_to_leave(component, settings, len(chosen))) is not None:
             raise Refused(places, rejection)
@@ -89,7 +91,18 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
         rejection = Rejection("LAYOUT", message, chosen[0].location, sum(c.logits_bytes for c in chosen))
         raise Refused(places, rejection) from None
     graph.lint()
-    return Report(rewrites)
+    return Report(rewrites, [_stays(node) for node in left_behind(graph, chosen, refused_nodes)[:MOST_LEFT_BEHIND]])
+
+
+MOST_LEFT_BEHIND = 3
+"""Of the vocabulary-sized tensors that a rewritten graph still makes, so many are reported."""
+
+
+def _stays(node: fx.Node) -> Rejection:
+    message = (
+        f"{node.target} makes a tensor of tokens x vocabulary that is not computed row by row from the logits; it stays"
+    )
+    return Rejection("NO_ROW_RULE", message, Location.of(node), nbytes(node))
 
 
 def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:

@@ -185,12 +185,18 @@ LEFT_WHOLE = (
 
 
 @pytest.mark.skipif(harness.BACKEND != harness.NAMESPACE, reason="an option of ours")
-@pytest.mark.parametrize("name", LEFT_WHOLE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="no product here is taken for a head"))
+        if CASES[name].outcome == "NO_HEAD"
+        else name
+        for name in LEFT_WHOLE
+    ],
+)
 def test_require_objects_to_logits_that_stay(name: str) -> None:
     case = CASES[name]
-    if case.outcome == "NO_HEAD":
-        pytest.xfail("no product of the graph is taken for a head, so that nothing is known to stay")
-    with pytest.raises(Exception, match=f"grpo.require is set[^$]*{case.outcome}"):
+    with pytest.raises(Exception, match=r"grpo\.require is set"):
         harness.compiled(case.function, SMALL, require=True)(*case.make())
 
 

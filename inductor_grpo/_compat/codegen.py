@@ -89,6 +89,11 @@ def plain_functions() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """One is a view of the other's memory; also for fake tensors."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def capturing() -> bool:
     """Whether the current CUDA stream records a graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

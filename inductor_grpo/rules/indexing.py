@@ -23,7 +23,7 @@ from ..graph import (
     target_of,
     value,
 )
-from ..layout import Layouts
+from ..layout import Layout, Layouts
 from ..rowmap import RowMap, Step
 from .base import Rule, rule
 
@@ -62,7 +62,7 @@ class Scatter(Rule):
 
     def infer(self, layouts: Layouts, node: fx.Node) -> None:
         base, index = node.args[0], arg(node, 2, "index")
-        layout = layouts.get(base) or layouts.get(node)
+        layout = layouts.get(base) or layouts.get(node) or self._from_parts(layouts, node)
         if layout is None or layout.vocab is None:
             return
         if arg(node, 1, "dim") % len(shape(node)) != layout.vocab:
@@ -90,6 +90,14 @@ class Scatter(Rule):
             src = e.operand(src, [], None, rowmap)
         dense = e.draft.dense(target, e.builder.dim(sizes[vocab]))
         return e.call(node.target, dense, 1, e.dense_operand(index, vocab, rowmap), src, *node.args[4:], **node.kwargs)
+
+    @staticmethod
+    def _from_parts(layouts: Layouts, node: fx.Node) -> Layout | None:
+        """Of elements that came from the logits (their top k) and go into a tensor as wide as the logits."""
+        dim = arg(node, 1, "dim") % len(shape(node))
+        parts = [layouts.get(a) for a in node.all_input_nodes[1:]]
+        space = next((p.space for p in parts if p is not None and p.vocab == dim), None)
+        return None if space is None else Layout(space, dim)
 
     @staticmethod
     def _is_one_hot(node: fx.Node, index: fx.Node, vocab: int) -> bool:

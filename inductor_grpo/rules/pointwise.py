@@ -93,9 +93,39 @@ class Pointwise(Rule):
         if node.target in _COMPARISONS and vocab is not None:
             with e.recomputing():
                 return e.call(node.target, *[e.operand(a, sizes, vocab, rowmap) for a in node.args])
+        target = _WITH_TENSOR_BOUNDS.get(node.target, node.target) if _has_varying_number(node) else node.target
+        if target is node.target and _has_varying_number(node) and not _takes_tensors(node):
+            message = (
+                f"{node.target} takes a number that varies where only a constant can be streamed; make it a tensor"
+            )
+            raise e.region.refuse(node, "NO_ROW_RULE", message)
         args = [e.operand(a, sizes, vocab, rowmap) for a in node.args]
         kwargs = {k: e.operand(v, sizes, vocab, rowmap) for k, v in node.kwargs.items()}
-        return e.call(node.target, *args, **kwargs)
+        return e.call(target, *args, **kwargs)
+
+
+_WITH_TENSOR_BOUNDS: dict[Any, Any] = {
+    aten.clamp.default: aten.clamp.Tensor,
+    aten.clamp_min.default: aten.clamp_min.Tensor,
+    aten.clamp_max.default: aten.clamp_max.Tensor,
+}
+
+
+def _varies(x: Any) -> bool:
+    return isinstance(value(x), torch.SymFloat)
+
+
+def _has_varying_number(node: fx.Node) -> bool:
+    """A Python float that became a symbol; it reaches a chunk program as a 0-dim tensor."""
+    return any(_varies(a) for a in node.all_input_nodes)
+
+
+def _takes_tensors(node: fx.Node) -> bool:
+    """Each such number stands where the operation takes a tensor too."""
+    if any(_varies(v) for v in node.kwargs.values()) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    kinds = [str(a.type) for a in node.target._schema.arguments]
+    return all(kind == "Tensor" for a, kind in zip(node.args, kinds) if _varies(a))
 
 
 POINTWISE = Pointwise()
@@ -115,8 +145,8 @@ class Constant(Rule):
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
         fill: Any = 1 if node.target is aten.ones_like.default else 0
         if node.target in (aten.full.default, aten.full_like.default):
-            fill = e.operand(node.args[1], shape(node), e.layouts[node].vocab, rowmap)
-        return e.call(aten.full.default, [1, 1], fill, dtype=value(node).dtype, device=value(node).device)
+            fill = node.args[1]
+        return e.constant(node, fill)
 
 
 @rule(aten.copy.default)

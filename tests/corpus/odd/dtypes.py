@@ -78,7 +78,7 @@ def counts_and_flags(h, w, y):
     return (z > 0).sum(1), (z > 0).long().amax(-1), (z > 0).int().amin(-1), (z > 2).any(-1), z.logsumexp(-1)
 
 
-@case("streamed", head(13, 16, V, lambda: ids(13, V, high=2, seed=5)), whole=True)
+@case("streamed NO_ROW_RULE", head(13, 16, V, lambda: ids(13, V, high=2, seed=5)), whole=True)
 def label_looked_up_in_masks_of_integers(h, w, y, mask):
     z = h @ w.t()
     picked = [m.gather(1, y[:, None]) for m in (mask, mask.bool(), z * mask)]

@@ -98,7 +98,7 @@ def strided_block_written(h, w, y):
     return z.logsumexp(-1)
 
 
-@case("NO_HEAD")
+@case("LAYOUT")
 def one_element_written_through_a_flat_view(h, w, y):
     z = h @ w.t()
     z.view(-1)[5] = 1

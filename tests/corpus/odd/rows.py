@@ -48,7 +48,7 @@ def rows_and_vocabulary_flipped(h, w, y):
     return (h @ w.t()).flip(0, 1).log_softmax(-1)[:, 0]
 
 
-@case("NO_HEAD")
+@case("NO_ROW_RULE")
 def rows_sorted(h, w, y):
     return (h @ w.t()).sort(0).values.logsumexp(-1)
 

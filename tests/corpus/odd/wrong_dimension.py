@@ -110,7 +110,7 @@ def sum_over_a_time_of_one(h, w, y):
 # ---------------------------------------------------------------- a sequence's or an ensemble's own distribution
 
 
-@case("NO_HEAD", head(7, batch=3))
+@case("NO_ROW_RULE", head(7, batch=3))
 def ensemble_of_mean_logits(h, w, y):
     return log_prob((h @ w.t()).mean(0), y[0])
 
