@@ -42,42 +42,75 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     """
     backward = after_tangent(graph)
     heads = find_heads(graph, backward)
-    positions = {head.node: place for place, head in enumerate(heads)}
+    refusals = Refusals({head.node: place for place, head in enumerate(heads)})
     layouts = Layouts()
     components = find_components(graph, layouts, heads, backward)
-    chosen: list[Component] = []
-    refused_nodes: set[fx.Node] = set()
-    real = [c for c in components if is_logits_like(c, layouts)]
-    for component in components:
-        places = frozenset(positions[h.node] for h in component.heads)
-        if places & left_alone or component not in real or reads_another(component, real, layouts):
-            layouts.drop(component.nodes)
-            refused_nodes |= component.nodes
-            continue
-        if (rejection := plan.reason_to_leave(component, settings, len(chosen))) is not None:
-            raise Refused(places, rejection)
-        chosen.append(component)
+    chosen = choose(components, layouts, settings, refusals, left_alone)
     if not chosen:
         return Report()
     builder = GraphBuilder(graph, backward)
     _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
     region = Region(builder, layouts, node_depths(graph, layouts), kept)
-
-    def refused(node: fx.Node, rejection: Rejection) -> Refused:
-        component = next((c for c in chosen if node in c.nodes), chosen[0])
-        rejection.bytes = rejection.bytes or component.logits_bytes
-        return Refused(frozenset(positions[h.node] for h in component.heads), rejection)
-
-    exits = find_exits(region, refused)
+    exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
-    rewrites = []
-    for component in chosen:
-        rewrite = plan.rewrite_of(component, drafts, exits, settings)
+    rewrites = [plan.rewrite_of(component, drafts, exits, settings) for component in chosen]
+    for component, rewrite in zip(chosen, rewrites):
         if (rejection := plan.reason_to_undo(component, rewrite, exits, settings)) is not None:
-            raise Refused(frozenset(positions[h.node] for h in component.heads), rejection)
-        rewrites.append(rewrite)
+            raise refusals.of([component], rejection)
+    put_in_place(builder, exits, calls, chosen, refusals)
+    others = {node for component in components if component not in chosen for node in component.nodes}
+    return Report(rewrites, [_stays(node) for node in left_behind(graph, chosen, others)[:MOST_LEFT_BEHIND]])
+
+
+class Refusals:
+    """Makes :class:`Refused` for components; ``positions`` are those of the head nodes among all heads."""
+
+    def __init__(self, positions: dict[fx.Node, int]) -> None:
+        self._positions = positions
+
+    def places(self, component: Component) -> frozenset[int]:
+        """The positions of a component's heads."""
+        return frozenset(self._positions[h.node] for h in component.heads)
+
+    def of(self, components: list[Component], rejection: Rejection) -> Refused:
+        """These components are refused together."""
+        return Refused(frozenset().union(*map(self.places, components)), rejection)
+
+    def at(self, components: list[Component], node: fx.Node, rejection: Rejection) -> Refused:
+        """The component of a node is refused."""
+        component = next((c for c in components if node in c.nodes), components[0])
+        rejection.bytes = rejection.bytes or component.logits_bytes
+        return self.of([component], rejection)
+
+
+def choose(
+    components: list[Component], layouts: Layouts, settings: Settings, refusals: Refusals, left_alone: frozenset[int]
+) -> list[Component]:
+    """The components to rewrite; the layouts of all others are forgotten.  Raises Refused for one that is unwanted."""
+    chosen: list[Component] = []
+    real = [c for c in components if is_logits_like(c, layouts)]
+    for component in components:
+        places = refusals.places(component)
+        if places & left_alone or component not in real or reads_another(component, real, layouts):
+            layouts.drop(component.nodes)
+            continue
+        if (rejection := plan.reason_to_leave(component, settings, len(chosen))) is not None:
+            raise refusals.of([component], rejection)
+        chosen.append(component)
+    return chosen
+
+
+def put_in_place(
+    builder: GraphBuilder,
+    exits: list[Exit],
+    calls: dict[int, dict[int, fx.Node]],
+    chosen: list[Component],
+    refusals: Refusals,
+) -> None:
+    """Replaces the exits by what the programs return, drops the regions and sorts what is left."""
+    graph = builder.graph
     for exit in exits:
         replace(builder, exit, calls)
     drop_dead(graph)
@@ -87,11 +120,9 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
         fxgraph.sort_topologically(graph)
     except AssertionError:
         message = "values that are computed from the logits feed back into them, so that no program can come first"
-        places = frozenset(positions[h.node] for component in chosen for h in component.heads)
         rejection = Rejection("LAYOUT", message, chosen[0].location, sum(c.logits_bytes for c in chosen))
-        raise Refused(places, rejection) from None
+        raise refusals.of(chosen, rejection) from None
     graph.lint()
-    return Report(rewrites, [_stays(node) for node in left_behind(graph, chosen, refused_nodes)[:MOST_LEFT_BEHIND]])
 
 
 MOST_LEFT_BEHIND = 3
