@@ -262,6 +262,14 @@ class Body:
                     self.specs,
                 )
             except Exception as error:
+                if self.plan.in_place:
+                    # Code generation may do without the writes into the logits: one more buffer, but not eager.
+                    log.info(
+                        "a chunk body is compiled without writing into its logits: %s: %s", type(error).__name__, error
+                    )
+                    self.plan = dataclasses.replace(self.plan, in_place=())
+                    self._variants.clear()
+                    return self._compile(values, widths)
                 self._give_up(f"{type(error).__name__}: {error}")
                 return None
             self._variants.append(compiled)

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.fx as fx
 
-from .graph import aten, hint, is_tensor, nbytes, numel, same_sizes, shape, target_of
+from .graph import aten, hint, is_tensor, nbytes, node_arg, numel, same_sizes, shape, target_of
 from .heads import MATMULS, Head, weight_root
 from .layout import Layouts
 from .report import Location
@@ -151,3 +151,20 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (
         node.target.is_view or node.target is aten.reshape.default
     )
+
+
+def given_logits(graph: fx.Graph, least_bytes: int) -> fx.Node | None:
+    """A softmax or logsumexp over the last dimension of an input of at least ``least_bytes``: the logits were made
+    elsewhere.  Returns the node that starts it."""
+    for node in graph.nodes:
+        if target_of(node) is not aten.amax.default or not is_tensor(node):
+            continue
+        source = node_arg(node, 0)
+        last = len(shape(source)) - 1
+        if last < 1 or reduced_dims(node) != [last]:
+            continue
+        while source.op == "call_function" and len(tensors := [a for a in source.all_input_nodes if is_tensor(a)]) == 1:
+            source = tensors[0]
+        if source.op == "placeholder" and nbytes(source) >= max(1, least_bytes):
+            return node
+    return None

@@ -80,6 +80,16 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(sorted({name for name in value if name}))  # sorted: the order must not change a cache key
 
 
+def _patterns(value: Any) -> tuple[str, ...]:
+    from .pattern import all_patterns  # they import what imports this module
+
+    names, known = _names(value), {*all_patterns(), "tiles", "engine"}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"must name patterns, of which there are {', '.join(sorted(known))}")
+    return names
+
+
 def _one_of(*words: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in words:
@@ -125,7 +135,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "chunk_bytes": _chunk,
     "accumulate": _one_of("float32", "param"),
     "require": _switch,
-    "disable": _names,
+    "disable": _patterns,
     "max_rewrites": _optional_size,
     "codegen": _one_of("inductor", "eager"),
 }

@@ -6,17 +6,18 @@ passes touch it, on a copy: whatever goes wrong leaves the user's graph as it wa
 
 from __future__ import annotations
 
-import logging
-
 import torch.fx as fx
 
-from . import ops  # noqa: F401  (registers the op that the rewrite calls)
+from . import ops, plan
+from .components import given_logits
 from .config import Settings
+from .graph import nbytes, node_arg
 from .normalise import normalise
-from .report import Rejection, Report
+from .report import Location, Rejection, Report
 from .stream import Refused, stream
 
-log = logging.getLogger(__name__)
+OPERATORS = (ops.rows, ops.tiles)
+"""What a rewrite calls; importing them registers them."""
 
 
 def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
@@ -40,12 +41,22 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
     if report.rewrites:
         adopt(graph, candidate)
     elif not rejections:
-        message = (
-            "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced"
-            " over V); compile the head and the loss together"
-        )
-        rejections.append(Rejection("NO_HEAD", message))
+        rejections.append(_without_head(candidate, settings))
     return Report(report.rewrites, rejections + report.rejections)
+
+
+def _without_head(graph: fx.Graph, settings: Settings) -> Rejection:
+    softmax = given_logits(graph, plan.least_bytes(graph, settings))
+    if softmax is not None:
+        message = (
+            "the logits come in as an argument; compile the head together with this loss, and pass it hidden states"
+        )
+        return Rejection("LOGITS_GIVEN", message, Location.of(softmax), nbytes(node_arg(softmax, 0)))
+    message = (
+        "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced over V);"
+        " compile the head and the loss together, and look for a graph break between them"
+    )
+    return Rejection("NO_HEAD", message)
 
 
 def adopt(graph: fx.Graph, candidate: fx.Graph) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+import torch.fx as fx
+
 from . import runtime
 from .components import Component
 from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .exits import Exit
-from .graph import hint, numel, shape, value
+from .graph import hint, is_tensor, numel, shape, value
 from .program import Program, TileProgram
 from .report import Rejection, Rewrite, human
 from .tiling import as_tiles
@@ -16,9 +19,7 @@ from .tiling import as_tiles
 
 def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> Rejection | None:
     """Why a region that could be streamed is left alone; None when it is not."""
-    size, limit = component.logits_bytes, settings.min_logits_bytes
-    if limit is None:
-        limit = runtime.min_logits_bytes(value(component.heads[0].node).device.type)
+    size, limit = component.logits_bytes, _limit(settings, value(component.heads[0].node).device)
     if "engine" in settings.disable:
         return Rejection("DISABLED", "grpo.disable names the engine", component.location, size)
     if settings.max_rewrites is not None and rewrites >= settings.max_rewrites:
@@ -30,6 +31,17 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         )
         return Rejection("TOO_SMALL", message, component.location, size)
     return None
+
+
+def _limit(settings: Settings, device: torch.device) -> int:
+    limit = settings.min_logits_bytes
+    return runtime.min_logits_bytes(device.type) if limit is None else limit
+
+
+def least_bytes(graph: fx.Graph, settings: Settings) -> int:
+    """Bytes of logits that matter in a graph."""
+    tensors = [value(n) for n in graph.nodes if is_tensor(n)]
+    return _limit(settings, tensors[0].device) if tensors else 0
 
 
 def tiles(

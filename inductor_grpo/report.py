@@ -19,6 +19,7 @@ CODES: dict[str, str] = {
     "TOO_SMALL": "the logits are smaller than grpo.min_logits_bytes",
     "UNPROFITABLE": "streaming would save nothing here",
     "DISABLED": "switched off by grpo.disable or grpo.max_rewrites",
+    "LOGITS_GIVEN": "the logits are an argument of the compiled function",
     "LOGITS_RETURNED": "a vocabulary-sized tensor leaves the compiled function",
     "NO_ROW_RULE": "an operation on the logits is not known to treat rows apart",
     "MIXES_ROWS": "an operation on the logits mixes the rows of different tokens",

@@ -23,6 +23,8 @@ from .layout import Layouts
 from .merge import merge
 from .report import Location, Rejection, Report
 from .rowmap import RowMap
+from .rules import RULES
+from .rules.reductions import Reduction, Scan
 
 
 class Refused(Exception):
@@ -219,15 +221,23 @@ def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
             " instead"
         )
         return region.refuse(wide, "LOGITS_RETURNED", message)
-    code, reason = region.layouts.conflicts.get(
-        node, ("NO_ROW_RULE", f"{node.target} reads the logits and is not known to treat each row apart")
-    )
+    code, reason = "NO_ROW_RULE", f"{node.target} reads the logits and is not known to treat each row apart"
+    rule = RULES.get(node.target)
+    if node in region.layouts.conflicts:
+        code, reason = region.layouts.conflicts[node]
+    elif isinstance(rule, (Reduction, Scan)) and not rule.is_local(region.layouts, node):
+        code, reason = "MIXES_ROWS", f"{node.target} runs over the rows of the logits, not over the vocabulary"
     return region.refuse(node if Location.of(node) else wide, code, reason)
 
 
 def effects(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that do something besides returning a value: writes to inputs and buffers, assertions."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure()]
+    """The calls that do something besides returning a value: writes to inputs and buffers, assertions.  Random numbers
+    that nobody reads are none."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure() and not _is_random(n)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def drop_dead(graph: fx.Graph) -> None:

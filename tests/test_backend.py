@@ -179,7 +179,7 @@ def test_uuid_covers_settings_environment_and_sources(monkeypatch: pytest.Monkey
         {"chunk_bytes": 1},
         {"accumulate": "param"},
         {"require": True},
-        {"disable": ("a",)},
+        {"disable": ("tiles",)},
         {"max_rewrites": 1},
         {"codegen": "eager"},
     ]

@@ -13,11 +13,11 @@ from inductor_grpo.config import Settings
 def test_the_nearest_place_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.current() == Settings()
     monkeypatch.setenv("INDUCTOR_GRPO_CHUNK_BYTES", "1000")
-    monkeypatch.setenv("INDUCTOR_GRPO_DISABLE", "b, a")
+    monkeypatch.setenv("INDUCTOR_GRPO_DISABLE", "tiles, selective_logprob")
     monkeypatch.setenv("INDUCTOR_GRPO_REQUIRE", "1")
-    assert (config.chunk_bytes, config.disable, config.require) == (1000, ("a", "b"), True)
+    assert (config.chunk_bytes, config.disable, config.require) == (1000, ("selective_logprob", "tiles"), True)
     with config.patch(chunk_bytes=2000, require=False):
-        assert config.current() == Settings(chunk_bytes=2000, disable=("a", "b"))
+        assert config.current() == Settings(chunk_bytes=2000, disable=("selective_logprob", "tiles"))
         assert config.current().with_options({"grpo.chunk_bytes": 3000}).chunk_bytes == 3000
         with config.patch(chunk_bytes=None):
             assert config.chunk_bytes is None
@@ -52,6 +52,7 @@ def test_patch_restores_after_an_error() -> None:
         ("require", "perhaps"),
         ("disable", 3),
         ("disable", [1]),
+        ("disable", "selective_logprobs"),  # no pattern of that name
         ("max_rewrites", -1),
         ("codegen", "aot"),
     ],
@@ -83,5 +84,5 @@ def test_options_are_split_by_prefix() -> None:
 
 
 def test_settings_survive_pickling() -> None:
-    settings = Settings(chunk_bytes=7, disable=("a",))
+    settings = Settings(chunk_bytes=7, disable=("tiles",))
     assert pickle.loads(pickle.dumps(settings)) == settings

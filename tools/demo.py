@@ -216,7 +216,7 @@ def train(setup: Setup, weights: dict[str, Tensor], compiled: bool) -> Iterator[
             times.append(time.perf_counter() - start)
         first_call = first_call or times[0]
         steps += times
-        digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(repr(tokens.tolist()).encode()).hexdigest()
         yield {"step": step, "loss": statistics.fmean(losses), "reward": rewards.mean().item(), "rollouts": digest}
         if step == 0:
             forget_peak(setup.device)
