@@ -33,8 +33,10 @@ _BY_VOCABULARY: dict[Any, Any] = {
     aten.min.default: aten.amin.default,
     aten.any.default: aten.any.dim,
     aten.all.default: aten.all.dim,
+    aten.any.dims: aten.any.dim,
+    aten.all.dims: aten.all.dim,
 }
-"""For each reduction of a whole tensor the same of one dimension."""
+"""For each reduction of a whole tensor, or of several dimensions, the same of one."""
 _PARTIAL = {
     aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim,
 }  # fmt: skip
@@ -146,7 +148,8 @@ def _reduction(region: Region, node: fx.Node) -> Exit | None:
         values = b.view(result, one_column)
         if node.target in WHOLE and node.target not in (aten.amax.default, aten.amin.default):
             return b.call(node.target, values, **node.kwargs)
-        return b.call(by_vocabulary, values, dims, keeps)
+        several = node.target if node.target in (aten.any.dims, aten.all.dims) else by_vocabulary
+        return b.call(several, values, dims, keeps)
 
     return Exit(node, "row", region.layouts.rows(x), [Contribution(e.draft, place)], finish)
 

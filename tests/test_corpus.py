@@ -52,7 +52,7 @@ def test_variant(id: str, dtype: str, how: str) -> None:
 
 def test_the_two_dtypes_differ() -> None:
     """Guards against a corpus that ignores its dtype, and against outputs that are all zero."""
-    for id in VARIANTS:
+    for id in VARIANTS.keys() - {"LP46"}:  # under autocast: bf16 either way
         exact, coarse = (reference(id, dtype)[0] for dtype in DTYPES)
         assert exact.outputs[0].abs().double().sum() > 0, id
         values = zip([*exact.outputs, *exact.gradients], [*coarse.outputs, *coarse.gradients])

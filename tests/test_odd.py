@@ -212,7 +212,6 @@ def two_heads(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.
         ("max_rewrites", 0, "DISABLED"),
         ("disable", ["engine"], "DISABLED"),
         ("disable", "selective_logprob,logprob_entropy", "streamed"),
-        ("disable", ["nonsense"], "streamed"),
         ("accumulate", "param", "streamed"),
     ],
 )

@@ -22,7 +22,7 @@ def shifted_by_the_largest_logit_of_all(h, w, y):
     return log_prob(z - z.max().detach(), y), z.mean(), z.square().mean().sqrt()
 
 
-@case("NO_ROW_RULE")
+@case("MIXES_ROWS")
 def deviation_of_all_logits(h, w, y):
     z = h @ w.t()
     return log_prob(z, y), z.std()
@@ -34,7 +34,7 @@ def norm_of_all_logits(h, w, y):
     return log_prob(z, y), z.norm()
 
 
-@case("NO_ROW_RULE")
+@case("streamed")
 def any_logit_is_nan(h, w, y):
     z = h @ w.t()
     return log_prob(z, y), z.isnan().any(), z.isfinite().all()

@@ -65,7 +65,7 @@ def router_with_more_experts_than_features(h, w, y, router, experts):
     return F.cross_entropy((h + x) @ w.t(), y), (h @ router.t()).logsumexp(-1).square().mean()
 
 
-@case("streamed NO_ROW_RULE", also(learned(24, 16)))
+@case("streamed MIXES_ROWS", also(learned(24, 16)))
 def router_that_balances_its_load(h, w, y, router):
     p = (h @ router.t()).softmax(-1)
     load = F.one_hot(p.argmax(-1), 24).float().mean(0)

@@ -65,7 +65,7 @@ def one_row_with_a_vocabulary_mask(h, w, y):
 # ---------------------------------------------------------------- squares
 
 
-@case("NO_ROW_RULE", head(13, 8, 13))
+@case("MIXES_ROWS", head(13, 8, 13))
 def square_normalised_over_the_rows(h, w, y):
     return (h @ w.t()).log_softmax(0).gather(1, y[:, None])
 
@@ -154,8 +154,8 @@ BATCHED_TEMPERATURES = {
     (2, 1, 1): ("streamed", ""),
     (7, 1): ("streamed", ""),
     (1, 1, V): ("streamed", ""),
-    (2, 1, V): ("NO_ROW_RULE", "streamed"),
-    (7, V): ("NO_ROW_RULE", "streamed"),
+    (2, 1, V): ("MIXES_ROWS", "streamed"),
+    (7, V): ("MIXES_ROWS", "streamed"),
     (2, 7, V): ("LOGITS_RETURNED", "streamed"),
 }
 for batch, tokens, table in ((None, N, TEMPERATURES), (2, 7, BATCHED_TEMPERATURES)):

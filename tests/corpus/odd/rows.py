@@ -16,7 +16,7 @@ def chosen_rows_with_duplicates(h, w, y):
     return log_prob(z, y[:6]), z.square().sum(-1)
 
 
-@case("NO_ROW_RULE")
+@case("MIXES_ROWS")
 def chosen_rows_and_a_mixture_of_them(h, w, y):
     log_probs = (h @ w.t())[TWICE].log_softmax(-1)
     return log_probs[:, 3], log_probs.logsumexp(0)
@@ -38,12 +38,12 @@ def four_temperatures_by_expanding(h, w, y):
     return (z / torch.tensor([0.5, 1.0, 2.0, 4.0])[:, None]).logsumexp(-1)
 
 
-@case("NO_ROW_RULE")
+@case("MIXES_ROWS")
 def rows_flipped(h, w, y):
     return log_prob((h @ w.t()).flip(0), y)
 
 
-@case("NO_ROW_RULE")
+@case("MIXES_ROWS")
 def rows_and_vocabulary_flipped(h, w, y):
     return (h @ w.t()).flip(0, 1).log_softmax(-1)[:, 0]
 

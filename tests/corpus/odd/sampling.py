@@ -81,7 +81,7 @@ def bigram_prior_that_is_fixed(h, w, y, prior):
     return log_prob(h @ w.t() + prior[y.roll(1)], y)
 
 
-@case("NO_ROW_RULE", head(7, 16, 41, lambda: normal(2, V, seed=5, grad=True), batch=2))
+@case("MIXES_ROWS", head(7, 16, 41, lambda: normal(2, V, seed=5, grad=True), batch=2))
 def bias_per_sequence_that_learns(h, w, y, bias):
     return log_prob(h @ w.t() + bias[:, None], y)
 

@@ -11,19 +11,19 @@ BACKWARDS = torch.arange(N - 1, -1, -1)
 
 # name -> (the operation over the rows of [N, V], outcome beside the logits, outcome by itself and without gradients)
 OVER_ROWS = {
-    "cumsum": (lambda z: z.cumsum(0), "MIXES_ROWS", "NO_ROW_RULE"),
-    "cumprod": (lambda z: z.cumprod(0), "MIXES_ROWS", "NO_ROW_RULE"),
+    "cumsum": (lambda z: z.cumsum(0), "MIXES_ROWS", "MIXES_ROWS"),
+    "cumprod": (lambda z: z.cumprod(0), "MIXES_ROWS", "MIXES_ROWS"),
     "sort": (lambda z: z.sort(0).values, "MIXES_ROWS", ""),
     "argsort": (lambda z: z.argsort(0), "MIXES_ROWS", ""),
     "topk": (lambda z: z.topk(N, 0).values, "MIXES_ROWS", "NO_ROW_RULE"),
-    "softmax": (lambda z: z.softmax(0), "NO_ROW_RULE", ""),
+    "softmax": (lambda z: z.softmax(0), "MIXES_ROWS", ""),
     "gather_in_sorted_order": (lambda z: torch.take_along_dim(z, z.argsort(0), 0), "MIXES_ROWS", ""),
     "padded_difference": (lambda z: F.pad(z.diff(dim=0), (0, 0, 0, 1)), "MIXES_ROWS", ""),
     "shift_by_padding": (lambda z: F.pad(z, (0, 0, 2, 0))[:-2], "MIXES_ROWS", ""),
     "average_pool": (lambda z: F.avg_pool1d(z.t()[None], 3, 1, 1)[0].t(), "NO_ROW_RULE", ""),
     "rotation": (lambda z: torch.rot90(z, 2), "MIXES_ROWS", ""),
     "previous_row": (lambda z: torch.stack([z[max(0, i - 1)] for i in range(N)]), "LAYOUT", ""),
-    "outer_product_of_means": (lambda z: z.mean(1, keepdim=True) * z.mean(0, keepdim=True), "NO_ROW_RULE", ""),
+    "outer_product_of_means": (lambda z: z.mean(1, keepdim=True) * z.mean(0, keepdim=True), "MIXES_ROWS", ""),
     # These are sums, or moves of whole rows: the rows stay apart.
     "roll": (lambda z: z.roll(3, 0), "streamed", "streamed"),
     "reversed_by_index": (lambda z: z[BACKWARDS], "streamed", ""),
@@ -110,24 +110,24 @@ def sum_over_a_time_of_one(h, w, y):
 # ---------------------------------------------------------------- a sequence's or an ensemble's own distribution
 
 
-@case("NO_ROW_RULE", head(7, batch=3))
+@case("MIXES_ROWS", head(7, batch=3))
 def ensemble_of_mean_logits(h, w, y):
     return log_prob((h @ w.t()).mean(0), y[0])
 
 
-@case("NO_ROW_RULE", head(7, batch=3))
+@case("MIXES_ROWS", head(7, batch=3))
 def ensemble_of_mean_probabilities(h, w, y):
     return pick((h @ w.t()).softmax(-1).mean(0).log(), y[0])
 
 
-@case("NO_ROW_RULE", head(7, batch=3))
+@case("MIXES_ROWS", head(7, batch=3))
 def mutual_information_of_an_ensemble(h, w, y):
     p = (h @ w.t()).softmax(-1)
     mean = p.mean(0)
     return -(mean * mean.log()).sum(-1) + (p * p.log()).sum(-1).mean(0)
 
 
-@case("NO_ROW_RULE", head(7, batch=3))
+@case("MIXES_ROWS", head(7, batch=3))
 def detached_ensemble_mean_subtracted(h, w, y):
     z = h @ w.t()
     return log_prob(z - z.mean(0, keepdim=True).detach(), y)
