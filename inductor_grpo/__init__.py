@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import os as _os
+from inductor_grpo import _checkout
 
-# A checkout keeps ``patterns`` and ``tools`` beside this folder, an installed package inside it.
-_folder = _os.path.dirname(_os.path.abspath(__file__))
-if not _os.path.isdir(_os.path.join(_folder, "patterns")):
-    __path__.append(_os.path.dirname(_folder))
+_checkout.install()
 
 from inductor_grpo import config  # noqa: E402
 from inductor_grpo.backend import disable, enable, enabled, last_report  # noqa: E402

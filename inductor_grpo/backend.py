@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import hashlib
+import importlib
 import inspect
 import logging
 import os
@@ -105,10 +106,9 @@ def source_hash() -> str:
     digest = hashlib.sha256()
     import inductor_grpo
 
-    for number, folder in enumerate(map(Path, inductor_grpo.__path__)):
-        # In a checkout the second entry is the top level, of which only the patterns matter.
-        root = folder if number == 0 else folder / "patterns"
-        for file in sorted(root.rglob("*.py")):
+    patterns = importlib.import_module("inductor_grpo.patterns")
+    for folder in map(Path, (*inductor_grpo.__path__, *patterns.__path__)):
+        for file in sorted(folder.rglob("*.py")):
             digest.update(f"{file.relative_to(folder).as_posix()}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
