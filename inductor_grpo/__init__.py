@@ -11,6 +11,7 @@ _checkout.install()
 
 from inductor_grpo import config  # noqa: E402
 from inductor_grpo.backend import disable, enable, enabled, last_report  # noqa: E402
+from inductor_grpo.capture import Capture, capture  # noqa: E402
 from inductor_grpo.explain import explain  # noqa: E402
 from inductor_grpo.report import CODES, Location, Rejection, Report, RequireError, Rewrite  # noqa: E402
 
@@ -18,11 +19,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CODES",
+    "Capture",
     "Location",
     "Rejection",
     "Report",
     "RequireError",
     "Rewrite",
+    "capture",
     "config",
     "disable",
     "enable",

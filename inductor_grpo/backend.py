@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -19,14 +20,18 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_grpo import config
+from inductor_grpo import breaks, config, generalise
 from inductor_grpo._compat import hooks
+from inductor_grpo.capture import begin_compilation, drop_compilation, end_compilation, requested_codegen
 from inductor_grpo.config import Settings
 from inductor_grpo.report import Rejection, Report, RequireError
+
+if TYPE_CHECKING:
+    from inductor_grpo._compat.frames import Frame
 
 log = logging.getLogger("inductor_grpo")
 
@@ -36,8 +41,11 @@ PASS_NAME = "inductor_grpo"
 class _Session:
     """What the pass leaves behind while one graph compiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, frame: Frame | None = None) -> None:
+        self.frame = frame
+        self.decisions = frame.decisions() if frame is not None else (0, frozenset())
         self.called = False
+        self.graph_break: breaks.GraphBreak | None = None
         self.report = Report()
 
     def record(self, report: Report) -> None:
@@ -64,8 +72,12 @@ class RewritePass(hooks.GraphPass):
         self.settings = settings
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if not _suspended.get():
-            hooks.run_observed(graph, PASS_NAME, self._run)
+        if _suspended.get():
+            return
+        session = _session.get()
+        if session is not None and session.frame is not None and generalise.watches_floats(session.frame):
+            generalise.check_floats(session.frame, session.decisions)
+        hooks.run_observed(graph, PASS_NAME, self._run)
 
     def uuid(self) -> str:
         """The cache key: our sources, every setting, our environment and torch's version."""
@@ -79,8 +91,8 @@ class RewritePass(hooks.GraphPass):
         return hash(self.settings)
 
     def _run(self, graph: torch.fx.Graph) -> None:
-        report = self._rewrite(graph)
         session = _session.get()
+        report = breaks.name_breaks(self._rewrite(graph), graph, session.graph_break if session else None)
         if session is None:
             _publish(report)
         else:
@@ -131,7 +143,9 @@ def inductor_grpo(
     """
     ours, theirs = config.split_options(options)
     settings = config.current().with_options(ours)
-    return _compile(gm, example_inputs, settings, hooks.resolve_options(mode, theirs))
+    patches = hooks.resolve_options(mode, theirs)
+    frame = generalise.before(gm, patches) if settings.generalise and _can_rewrite() else None
+    return _compile(gm, example_inputs, settings, patches, frame=frame)
 
 
 inductor_grpo.reset = hooks.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
@@ -143,9 +157,12 @@ def _compile(
     settings: Settings,
     patches: dict[str, Any],
     call: Callable[..., Any] | None = None,
+    frame: Frame | None = None,
     **keywords: Any,
 ) -> Any:
+    settings = dataclasses.replace(settings, codegen=requested_codegen(settings.codegen))
     eager = settings.codegen == "eager"
+    keywords["graph_cache_only"] = hooks.has_symbolic_floats(gm) and not generalise.watches_floats(frame)
     if not _can_rewrite():
         return hooks.compile_fx(gm, example_inputs, patches, eager, call, **keywords)
     graph_pass = RewritePass(settings)
@@ -155,18 +172,28 @@ def _compile(
     present = patches.get(hooks.HOOK, hooks.current_passes())
     patches = {**patches, hooks.HOOK: hooks.append_pass(present, graph_pass)}
 
-    session = _Session()
+    session = _Session(frame)
+    session.graph_break = breaks.break_after(gm)
+    watch = begin_compilation(gm)
     token = _session.set(session)
+    abandoned = False
     try:
-        compiled = hooks.compile_fx(gm, example_inputs, patches, eager, call, **keywords)
+        compiled = hooks.compile_fx(gm, example_inputs, patches, eager, call, watch, **keywords)
+        generalise.after(frame)
         if not session.called:  # Inductor's caches answered
             session.report = _load(stored)
         elif stored:
             _store(stored, session.report)
         return compiled
+    except Exception as error:
+        abandoned = generalise.is_abandoned(error)
+        raise
     finally:
         _session.reset(token)
-        _publish(session.report)
+        if abandoned:
+            drop_compilation()
+        else:
+            _publish(session.report)
 
 
 @functools.cache
@@ -176,6 +203,7 @@ def _can_rewrite() -> bool:
         log.warning("torch %s has no %s: inductor_grpo compiles with stock Inductor", torch.__version__, lacking)
     else:
         from inductor_grpo import ops  # noqa: F401  a cached graph calls our ops and never runs the pass
+        from inductor_grpo.seam import ops as seam_ops  # noqa: F401
     return not lacking
 
 
@@ -279,6 +307,7 @@ def collected() -> Iterator[list[Report]]:
 
 def _publish(report: Report) -> None:
     global _last_report
+    end_compilation(report)
     if report.rewrites or report.obstacles:  # a graph's subgraphs without a head are not news
         report.rejections = report.obstacles
     _last_report = report

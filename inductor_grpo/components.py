@@ -8,6 +8,7 @@ import math
 import torch
 import torch.fx as fx
 
+from .depth import after_tangent
 from .graph import aten, hint, is_tensor, nbytes, node_arg, numel, same_sizes, shape, target_of
 from .heads import MATMULS, Head, weight_root
 from .layout import Layouts
@@ -168,3 +169,20 @@ def given_logits(graph: fx.Graph, least_bytes: int) -> fx.Node | None:
         if source.op == "placeholder" and nbytes(source) >= max(1, least_bytes):
             return node
     return None
+
+
+def largest_product(graph: fx.Graph, least_bytes: int) -> fx.Node | None:
+    """The largest forward product of at least ``least_bytes`` at least as wide as what it sums over: what could be
+    logits in a graph without a head."""
+    backward = after_tangent(graph)
+    found: fx.Node | None = None
+    for node in graph.nodes:
+        if target_of(node) not in _PRODUCTS or node in backward or not is_tensor(node):
+            continue
+        left, size = node_arg(node, _PRODUCTS[target_of(node)]), nbytes(node)
+        if hint(shape(node)[-1]) >= hint(shape(left)[-1]) and size >= max(1, least_bytes):
+            found = node if found is None or size > nbytes(found) else found
+    return found
+
+
+_PRODUCTS = {**MATMULS, aten.bmm.default: 0, aten.baddbmm.default: 1}

@@ -15,6 +15,8 @@ name                  meaning
 ``require``           a vocabulary-sized tensor left in the graph is an error
 ``disable``           names of patterns not to use ("tiles": none of them), separated by commas
 ``max_rewrites``      stop after so many rewrites in one graph (bisecting); None: no limit
+``generalise``        compile a loss once for all token counts, segment counts and factors; False: the
+                      dynamic shapes of stock
 ``codegen``           "inductor", or "eager": run the rewritten graphs without generating code
 ====================  ===============================================================================
 
@@ -83,7 +85,7 @@ def _names(value: Any) -> tuple[str, ...]:
 def _patterns(value: Any) -> tuple[str, ...]:
     from .pattern import all_patterns  # they import what imports this module
 
-    names, known = _names(value), {*all_patterns(), "tiles", "engine"}
+    names, known = _names(value), {*all_patterns(), "tiles", "engine", "segment_sums"}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"must name patterns, of which there are {', '.join(sorted(known))}")
@@ -114,6 +116,7 @@ class Settings:
     disable: tuple[str, ...] = ()
     max_rewrites: int | None = None
     codegen: str = "inductor"
+    generalise: bool = True
 
     def with_options(self, options: Mapping[str, Any]) -> Settings:
         """These settings with ``{"grpo.<name>": value}`` laid over them.
@@ -138,6 +141,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "disable": _patterns,
     "max_rewrites": _optional_size,
     "codegen": _one_of("inductor", "eager"),
+    "generalise": _switch,
 }
 _DEFAULTS = Settings()
 _overrides: dict[str, Any] = {}
@@ -150,6 +154,7 @@ require: bool
 disable: tuple[str, ...]
 max_rewrites: int | None
 codegen: str
+generalise: bool
 
 
 def _parse(name: str, value: Any, origin: str) -> Any:
@@ -174,7 +179,11 @@ def current() -> Settings:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``options`` of ``torch.compile`` as (ours, Inductor's)."""
+    """``options`` of ``torch.compile`` as (ours, Inductor's).
+
+    Raises ``ValueError`` for one of ours that lacks its prefix."""
+    if bare := [key for key in options or () if key in _PARSERS]:
+        raise ValueError(f"unknown option {bare[0]!r}; did you mean {OPTION_PREFIX + bare[0]!r}?")
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for key, value in (options or {}).items():

@@ -9,6 +9,9 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 
+from .capture import tried
+from .cures import cure
+from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .graph import (
     GraphBuilder,
@@ -29,7 +32,7 @@ from .graph import (
 from .heads import Head
 from .layout import Layouts, aligned_rows
 from .program import Projection
-from .report import Location, Rejection
+from .report import Location, Rejection, op_name
 from .rowmap import RowMap, Step
 
 
@@ -63,8 +66,30 @@ class Region:
         return self._from_logits[node]
 
     def refuse(self, node: fx.Node, code: str, message: str) -> Rejection:
-        """A rejection that names the user's line of a node."""
-        return Rejection(code, message, Location.of(node))
+        """A rejection that names the user's line of a node; in the message ``{op}`` stands for the operation, and one
+        without a cure gets that of its code."""
+        op = op_name(self._forward(_behind_views(node) if code == "LOGITS_RETURNED" else node))
+        message = message if "; " in message else f"{message}; {cure(code, op)}"
+        message = message.replace("{op}", op)
+        return Rejection(code, message, Location.of(node), op=op)
+
+    def _forward(self, node: fx.Node) -> fx.Node:
+        """The operation that a node of the backward differentiates, which is the one that the user wrote."""
+        number = node.meta.get("seq_nr")
+        if self.depths.get(node, 0) < TANGENT_DEPTH or number is None:
+            return node
+        made = [n for n in self.builder.graph.nodes if n.meta.get("seq_nr") == number and n.op == "call_function"]
+        reads = [n for n in made if any(self.layouts.is_wide(a) for a in n.all_input_nodes)]
+        return next((n for n in reversed(reads) if self.depths.get(n, 0) < TANGENT_DEPTH), node)
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    """What made the values that a view shows."""
+    while isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.is_view or node.target in (aten.reshape.default, aten._unsafe_view.default)
+    ):
+        node = node_arg(node, 0)
+    return node
 
 
 class Emitter:
@@ -109,20 +134,20 @@ class Emitter:
         if rule is None:
             raise self.unknown(node)
         if not rule.is_local(self.layouts, node):
-            message = f"{node.target} runs over the rows of a vocabulary-sized tensor, not over its vocabulary"
+            message = "{op} runs over the rows of a vocabulary-sized tensor, not over its vocabulary"
             raise self.region.refuse(node, "MIXES_ROWS", message)
         self.draft.values[key] = result = rule.emit(self, node, rowmap)
+        tried(type(rule).__name__, True)
+        if isinstance(result, fx.Node):
+            result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         return result
 
     def unknown(self, node: fx.Node) -> Rejection:
         """The refusal of an operation without a row rule."""
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            return self.region.refuse(
-                node, "RANDOM", f"{node.target} draws random numbers for the logits; draw them per token"
-            )
-        message = (
-            f"{node.target} reads the logits and is not known to treat each row apart; apply it to per-token values"
-        )
+            message = "{op} draws random numbers for the logits, and chunks would draw others"
+            return self.region.refuse(node, "RANDOM", message)
+        message = "{op} reads the logits and is not known to treat each row apart"
         return self.region.refuse(node, "NO_ROW_RULE", message)
 
     def dense(self, node: fx.Node, rowmap: RowMap) -> fx.Node:
@@ -162,7 +187,11 @@ class Emitter:
             if fits and rows_fit and inline:
                 return self.value(x, rowmap)
             if self.layouts.is_wide(x):
-                raise self.region.refuse(x, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
+                raise self.region.refuse(
+                    x,
+                    "MIXES_ROWS",
+                    "the logits are broadcast over rows; expand the hidden states instead, before the head",
+                )
         if layout is None and target_of(x) in (aten.full.default, aten.scalar_tensor.default):
             return self.constant(x, x.args[1] if x.target is aten.full.default else x.args[0])
         if layout is None and target_of(x) is aten.expand.default:

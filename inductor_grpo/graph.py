@@ -83,7 +83,7 @@ def hint(size: Size) -> int:
     """The size seen while compiling; a large number for a size that only the data decides."""
     if isinstance(size, int):
         return size
-    return fxgraph.size_hint(size, fallback=8192)
+    return fxgraph.size_hint(size, fxgraph.SIZE_OF_DATA)
 
 
 def nbytes(node: fx.Node) -> int:
@@ -102,6 +102,11 @@ def arg(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
 def node_arg(node: fx.Node, position: int) -> fx.Node:
     """An argument that is known to be a node."""
     return cast(fx.Node, node.args[position])
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a node whose operator says what they are."""
+    return cast("tuple[Any, ...]", node.args)
 
 
 def map_args(node: fx.Node, f: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,6 +14,18 @@ from .graph import GraphBuilder, Size, arg, aten, hint, is_one, node_arg, same, 
 def normalise(graph: fx.Graph) -> fx.Graph:
     """A copy of ``graph`` without no-ops, with equal calls made once, and reads of a part that was just written
     resolved."""
+    copy = copied(graph)
+    fxgraph.remove_noops(copy)
+    copy = fxgraph.common_subexpressions(copy)
+    _resolve_reads_of_writes(copy)
+    _flatten_batched_matmuls(copy)
+    _pad_short_indices(copy)
+    copy.eliminate_dead_code()
+    return copy
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """The same graph with nodes of its own."""
     copy = fx.Graph(graph.owning_module)
     env: dict[fx.Node, fx.Node] = {}
     output = copy.graph_copy(graph, env)
@@ -22,12 +34,6 @@ def normalise(graph: fx.Graph) -> fx.Graph:
         new.meta = dict(old.meta)
     last = next(n for n in reversed(graph.nodes) if n.op == "output")
     next(n for n in reversed(copy.nodes) if n.op == "output").meta = dict(last.meta)
-    fxgraph.remove_noops(copy)
-    copy = fxgraph.common_subexpressions(copy)
-    _resolve_reads_of_writes(copy)
-    _flatten_batched_matmuls(copy)
-    _pad_short_indices(copy)
-    copy.eliminate_dead_code()
     return copy
 
 

@@ -6,29 +6,53 @@ passes touch it, on a copy: whatever goes wrong leaves the user's graph as it wa
 
 from __future__ import annotations
 
+import logging
+
 import torch.fx as fx
 
 from . import ops, plan
-from .components import given_logits
+from .capture import observe
+from .components import given_logits, largest_product
 from .config import Settings
 from .graph import nbytes, node_arg
-from .normalise import normalise
-from .report import Location, Rejection, Report
+from .normalise import copied, normalise
+from .report import Location, Rejection, Report, op_name
+from .seam import fuse_seams
+from .seam.ops import segments
 from .stream import Refused, stream
 
-OPERATORS = (ops.rows, ops.tiles)
+log = logging.getLogger("inductor_grpo")
+
+OPERATORS = (ops.rows, ops.tiles, segments)
 """What a rewrite calls; importing them registers them."""
 
 
 def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
-    """Replaces the logits regions of ``graph`` by streamed ones, in place; a failure leaves the graph as it was.
+    """Replaces the logits regions and the sums per segment of ``graph``, in place; a failure leaves it as it was.
 
     Returns what was rewritten and, for each region that was not, why.
     """
+    observe("joint", graph)
+    candidate, report = _with_streams(graph, settings)
+    candidate, seams = _with_seams(candidate, settings, len(report.rewrites))
+    if not report:
+        rejection = _without_head(candidate, settings)
+        if rejection.code != "NO_HEAD" or not seams:
+            report.rejections.append(rejection)
+    report += seams
+    if report.rewrites:
+        observe("rewritten", candidate)
+        adopt(graph, candidate)
+    return report
+
+
+def _with_streams(graph: fx.Graph, settings: Settings) -> tuple[fx.Graph, Report]:
+    """A normalised copy in which every region is streamed that can be; one that is refused costs a new start."""
     rejections: list[Rejection] = []
     left_alone: frozenset[int] = frozenset()
     while True:
         candidate = normalise(graph)
+        observe("normalised", candidate)
         try:
             report = stream(candidate, settings, left_alone)
         except Refused as refused:
@@ -37,26 +61,36 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
             rejections.append(refused.rejection)
             left_alone |= refused.heads
             continue
-        break
-    if report.rewrites:
-        adopt(graph, candidate)
-    elif not rejections:
-        rejections.append(_without_head(candidate, settings))
-    return Report(report.rewrites, rejections + report.rejections)
+        return candidate, Report(report.rewrites, rejections + report.rejections)
+
+
+def _with_seams(graph: fx.Graph, settings: Settings, rewrites: int) -> tuple[fx.Graph, Report]:
+    """A copy in which the sums per segment are taken together; a fault there must not cost the streams."""
+    candidate = copied(graph)
+    try:
+        return candidate, fuse_seams(candidate, settings, rewrites)
+    except Exception as error:
+        log.warning("the sums per segment stay as they were", exc_info=True)
+        message = f"{type(error).__name__}: {error}; please report this"
+        return graph, Report(rejections=[Rejection("INTERNAL", message)])
 
 
 def _without_head(graph: fx.Graph, settings: Settings) -> Rejection:
-    softmax = given_logits(graph, plan.least_bytes(graph, settings))
+    least = plan.least_bytes(graph, settings)
+    softmax = given_logits(graph, least)
     if softmax is not None:
         message = (
             "the logits come in as an argument; compile the head together with this loss, and pass it hidden states"
         )
-        return Rejection("LOGITS_GIVEN", message, Location.of(softmax), nbytes(node_arg(softmax, 0)))
-    message = (
-        "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced over V);"
-        " compile the head and the loss together, and look for a graph break between them"
+        return Rejection("LOGITS_GIVEN", message, Location.of(softmax), nbytes(node_arg(softmax, 0)), op_name(softmax))
+    why = "no matmul of this graph was taken for a head (hidden [tokens, H] x one weight [H, V], V > H, reduced over V)"
+    product = largest_product(graph, least)
+    if product is not None:
+        cure = "if this makes the logits, make them with one weight for all tokens, and reduce them over the vocabulary"
+        return Rejection("NO_HEAD", f"{why}; {cure}", Location.of(product), nbytes(product), op_name(product))
+    return Rejection(
+        "NO_HEAD", f"{why}; compile the head and the loss as one function, without a graph break between them"
     )
-    return Rejection("NO_HEAD", message)
 
 
 def adopt(graph: fx.Graph, candidate: fx.Graph) -> None:

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import time
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ._compat import matcher
+from .capture import tried
 from .report import Rejection
 
 
@@ -96,6 +98,14 @@ def matcher_of(name: str) -> matcher.Matcher:
             return pattern.guard(z) is None and (zero is None or is_zero(zero))
 
         found.add(trace(spelling.value), accept, mark)
+    return found
+
+
+def recognise(name: str, body: fx.Graph) -> bool:
+    """Marks what the pattern takes in a body; False when it takes nothing."""
+    started = time.perf_counter()
+    found = bool(matcher_of(name).apply(body))
+    tried(name, found, time.perf_counter() - started)
     return found
 
 

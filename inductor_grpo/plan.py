@@ -27,7 +27,8 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         return Rejection("DISABLED", message, component.location, size)
     if size < limit:
         message = (
-            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower it to rewrite them too"
+            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower that setting (0 rewrites"
+            " every head)"
         )
         return Rejection("TOO_SMALL", message, component.location, size)
     return None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from inductor_grpo import cures
+
 if TYPE_CHECKING:
     import torch.fx
 
@@ -32,6 +34,7 @@ CODES: dict[str, str] = {
 NOT_A_FAULT = frozenset({"NO_HEAD"})
 """Codes that leave no vocabulary-sized tensor behind, so that ``grpo.require`` has nothing to object to."""
 
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 
 
@@ -46,7 +49,7 @@ class Location:
 
     def __str__(self) -> str:
         where = f"{os.path.basename(self.file)}:{self.line}"
-        where += f" in {self.function}" if self.function else ""
+        where += f" in {self.user_function}" if self.function else ""
         return f"{where}: {self.code}" if self.code else where
 
     @classmethod
@@ -57,6 +60,18 @@ class Location:
         """
         trace = node.meta.get("stack_trace")
         return cls.from_trace(trace) if isinstance(trace, str) else None
+
+    @property
+    def after_break(self) -> int | None:
+        """The line of the graph break after which this line runs, in a graph that starts at one; None elsewhere."""
+        match = _RESUMED.match(self.function)
+        return int(match["line"]) if match else None
+
+    @property
+    def user_function(self) -> str:
+        """The function as the user named it: what runs after a graph break has a name of Dynamo's own."""
+        match = _RESUMED.match(self.function)
+        return match["function"] if match else self.function
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
@@ -105,6 +120,8 @@ class Rewrite:
         return self.bytes_before - self.bytes_after
 
     def __str__(self) -> str:
+        if not self.matmuls:  # a seam: it is about kernels, not about memory
+            return f"{_place(self.location)} [{self.pattern}, {self.schedule}]"
         work = f"{self.pattern}, {self.schedule}, {self.matmuls} matmul{'s' * (self.matmuls != 1)}"
         return f"{_place(self.location)} [{work}] {human(self.bytes_before)} -> {human(self.bytes_after)}"
 
@@ -112,20 +129,32 @@ class Rewrite:
 class Rejection(Exception):
     """One region that was left alone and why; raised where the refusal is found and kept in the report.
 
-    ``code`` is a key of :data:`CODES`, ``message`` a sentence with a cure, ``bytes`` the size of what stays.
+    ``code`` is a key of :data:`CODES`, ``message`` a sentence that says why and, after a semicolon, what to change,
+    ``bytes`` the size of what stays, ``op`` the operation that keeps it ("log_softmax").
     """
 
-    def __init__(self, code: str, message: str, location: Location | None = None, bytes: int = 0) -> None:
+    def __init__(self, code: str, message: str, location: Location | None = None, bytes: int = 0, op: str = "") -> None:
         if code not in CODES:
             raise ValueError(f"unknown rejection code {code!r}; known are {', '.join(CODES)}")
-        super().__init__(code, message, location, bytes)
+        super().__init__(code, message, location, bytes, op)
         self.code = code
         self.message = message
         self.location = location
         self.bytes = bytes
+        self.op = op
+
+    @property
+    def why(self) -> str:
+        """The first part of the message."""
+        return self.message.partition("; ")[0]
+
+    @property
+    def cure(self) -> str:
+        """What to change: the second part of the message, or what helps with this code in general."""
+        return self.message.partition("; ")[2] or cures.cure(self.code, self.op)
 
     def _key(self) -> tuple[object, ...]:
-        return (self.code, self.message, self.location, self.bytes)
+        return (self.code, self.message, self.location, self.bytes, self.op)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rejection) and self._key() == other._key()
@@ -138,7 +167,7 @@ class Rejection(Exception):
         return f"{_place(self.location)} {self.code}: {self.message}{size}"
 
     def __repr__(self) -> str:
-        return f"Rejection({self.code!r}, {self.message!r}, {self.location!r}, {self.bytes!r})"
+        return f"Rejection({self.code!r}, {self.message!r}, {self.location!r}, {self.bytes!r}, {self.op!r})"
 
 
 class RequireError(RuntimeError):
@@ -201,6 +230,7 @@ class Report:
                     "message": rejection.message,
                     "location": rejection.location and dataclasses.asdict(rejection.location),
                     "bytes": rejection.bytes,
+                    "op": rejection.op,
                 }
                 for rejection in self.rejections
             ],
@@ -217,6 +247,13 @@ class Report:
             [Rejection(**{**item, "location": _location(item["location"])}) for item in data["rejections"]],
             bool(data["from_cache"]),
         )
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """The operation as the user called it, as far as torch remembers: "log_softmax" for each part of one."""
+    target = node.meta.get("original_aten") or node.target
+    name = target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return name.strip("_").removeprefix("native_")
 
 
 def human(size: int) -> str:

@@ -11,9 +11,10 @@ import torch.fx as fx
 
 from . import plan
 from ._compat import fxgraph
+from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
-from .depth import after_tangent, node_depths
+from .depth import TANGENT_DEPTH, after_tangent, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
@@ -21,7 +22,7 @@ from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, 
 from .heads import find_heads
 from .layout import Layouts
 from .merge import merge
-from .report import Location, Rejection, Report
+from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
 from .rules import RULES
 from .rules.reductions import Reduction, Scan
@@ -121,7 +122,10 @@ def put_in_place(
     try:
         fxgraph.sort_topologically(graph)
     except AssertionError:
-        message = "values that are computed from the logits feed back into them, so that no program can come first"
+        message = (
+            "values that are computed from the logits feed back into them, so that no program can come first; detach"
+            " what feeds back, or compute it in a function of its own"
+        )
         rejection = Rejection("LAYOUT", message, chosen[0].location, sum(c.logits_bytes for c in chosen))
         raise refusals.of(chosen, rejection) from None
     graph.lint()
@@ -133,9 +137,10 @@ MOST_LEFT_BEHIND = 3
 
 def _stays(node: fx.Node) -> Rejection:
     message = (
-        f"{node.target} makes a tensor of tokens x vocabulary that is not computed row by row from the logits; it stays"
+        f"{op_name(node)} makes a tensor of tokens x vocabulary that is not computed row by row from the logits, so it"
+        " stays; compute it from the logits alone, or pass it to the function as an argument"
     )
-    return Rejection("NO_ROW_RULE", message, Location.of(node), nbytes(node))
+    return Rejection("NO_ROW_RULE", message, Location.of(node), nbytes(node), op_name(node))
 
 
 def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
@@ -207,7 +212,8 @@ def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
     readers = [u for u in node.users if u in seen and not region.layouts.is_wide(u)]
     if not readers:
         message = (
-            "a vocabulary-sized tensor is also needed whole by another part of the loss, which treats its rows together"
+            "a vocabulary-sized tensor is also needed whole by another part of the loss, which treats its rows"
+            " together; compute that part from values a token"
         )
         return region.refuse(node, "MIXES_ROWS", message)
     output = next((u for u in readers if u.op == "output"), None)
@@ -216,18 +222,26 @@ def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
 
 def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
     if node.op == "output":
-        message = (
-            "a vocabulary-sized tensor is returned to the caller; return the log-probs (or another value a token)"
-            " instead"
-        )
-        return region.refuse(wide, "LOGITS_RETURNED", message)
-    code, reason = "NO_ROW_RULE", f"{node.target} reads the logits and is not known to treat each row apart"
+        return region.refuse(wide, "LOGITS_RETURNED", _leaves(region, wide))
+    code, reason = "NO_ROW_RULE", "{op} reads the logits and is not known to treat each row apart"
     rule = RULES.get(node.target)
     if node in region.layouts.conflicts:
         code, reason = region.layouts.conflicts[node]
     elif isinstance(rule, (Reduction, Scan)) and not rule.is_local(region.layouts, node):
-        code, reason = "MIXES_ROWS", f"{node.target} runs over the rows of the logits, not over the vocabulary"
+        code, reason = "MIXES_ROWS", "{op} runs over the rows of the logits, not over the vocabulary"
     return region.refuse(node if Location.of(node) else wide, code, reason)
+
+
+def _leaves(region: Region, wide: fx.Node) -> str:
+    if region.depths[wide] >= TANGENT_DEPTH:
+        return (
+            "the gradient of an input as large as the logits is asked for, so it has to exist; detach that input, or"
+            " give it one value a token or one a vocabulary entry"
+        )
+    return (
+        "the vocabulary-sized result of {op} is returned to the caller, so it has to exist; return a value a token"
+        " (the log-prob of its label, the entropy) instead, or compile what reads it into the same function"
+    )
 
 
 def effects(graph: fx.Graph) -> list[fx.Node]:
@@ -270,6 +284,7 @@ def emit_calls(
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
             op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
+        observe_body(draft.graph, [draft.outputs[p].value for p in used], draft.patterns, draft.depth >= TANGENT_DEPTH)
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
         n = builder.dim(numel(draft.rows))
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)

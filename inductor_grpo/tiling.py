@@ -16,10 +16,11 @@ import torch
 import torch.fx as fx
 
 from ._compat import matcher
+from .capture import note
 from .config import Settings
 from .draft import Draft, Output, print_function
 from .graph import aten, hint, map_args, node_arg, prims, same, shape, value
-from .pattern import all_patterns, matcher_of, statistic
+from .pattern import all_patterns, recognise, statistic
 from .program import Sink, TileProgram
 from .rules.pointwise import is_pointwise
 
@@ -39,7 +40,8 @@ def as_tiles(
         return None
     try:
         return _Tiling(draft, [draft.outputs[p] for p in places], settings).program(sinks)
-    except NotOnline:
+    except NotOnline as reason:
+        note(f"no vocabulary tiles: {reason}")
         return None
 
 
@@ -113,7 +115,7 @@ class _Tiling:
     def _recognise(self) -> list[str]:
         found, patterns = [], all_patterns()
         for name in sorted(patterns, key=lambda name: not patterns[name].weighted):
-            if name not in self.settings.disable and matcher_of(name).apply(self.body):
+            if name not in self.settings.disable and recognise(name, self.body):
                 found.append(name)
         for node in self.body.nodes:
             if node.target is statistic:

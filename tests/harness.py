@@ -235,6 +235,8 @@ class Graphs:
     count: int = 0
     regions: int = 0
     matmuls: int = 0
+    seam_calls: int = 0
+    segment_sums: int = 0
     leftovers: list[str] = dataclasses.field(default_factory=list)
     reports: list[Any] = dataclasses.field(default_factory=list)
 
@@ -293,6 +295,10 @@ class Recorder(CustomGraphPass):
                 continue
             target = node.target
             if isinstance(target, torch._ops.OpOverload):
+                if target.namespace == NAMESPACE and "segments" in str(target):
+                    facts.seam_calls += 1
+                    facts.segment_sums += len(segment_program(node).sums)
+                    continue
                 if target.namespace == NAMESPACE:
                     facts.regions += 1
                     facts.matmuls += program_matmuls(node)
@@ -306,6 +312,13 @@ class Recorder(CustomGraphPass):
             shape = [hint(size) for size in value.shape]
             if is_leftover(shape, facts):
                 facts.leftovers.append(f"{node.name} {target} {shape}")
+
+
+def segment_program(node: torch.fx.Node) -> Any:
+    """The program of a call of ``inductor_grpo::segments``."""
+    from inductor_grpo.seam.program import SegmentProgram
+
+    return SegmentProgram.from_text(str(node.args[-1]))
 
 
 def program_matmuls(node: torch.fx.Node) -> int:

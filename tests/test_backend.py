@@ -182,6 +182,7 @@ def test_uuid_covers_settings_environment_and_sources(monkeypatch: pytest.Monkey
         {"disable": ("tiles",)},
         {"max_rewrites": 1},
         {"codegen": "eager"},
+        {"generalise": False},
     ]
     assert len(changes) == 1 + len(config._PARSERS)
     uuids = [RewritePass(Settings(**change)).uuid() for change in changes]

@@ -33,7 +33,8 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {"inductor_grpo/py.typed"}
     for folder, target in SOURCES.items():
-        expected |= {f"{target}/{file.relative_to(ROOT / folder).as_posix()}" for file in (ROOT / folder).rglob("*.py")}
+        files = [file for kind in ("*.py", "*.j2") for file in (ROOT / folder).rglob(kind)]
+        expected |= {f"{target}/{file.relative_to(ROOT / folder).as_posix()}" for file in files}
     assert names == expected
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 import torch.fx as fx
@@ -11,11 +13,28 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
+SIZE_OF_DATA = 8192
+"""Stands for a size that only the data decides, in estimates."""
+
+
 def size_hint(size: torch.SymInt, fallback: int) -> int:
-    """The value of a symbolic size seen while compiling, without a guard; ``fallback`` when only the data decides
-    it."""
+    """The value of a symbolic size seen while compiling, without a guard; ``fallback`` stands for each of its symbols
+    that only the data decides."""
     node = size.node
-    return int(node.hint) if node.has_hint() else fallback
+    if node.has_hint():
+        return int(node.hint)
+    env, expr = node.shape_env, node.expr
+    backed = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    known = {**backed, **getattr(env, _SEEN, {})}
+    return int(expr.xreplace({symbol: known.get(symbol, fallback) for symbol in expr.free_symbols}))
+
+
+def remember_sizes(env: Any, values: dict[sympy.Symbol, int]) -> None:
+    """What the unbacked sizes of a trace are in the call that it was made for: for estimates, never for guards."""
+    setattr(env, _SEEN, {**getattr(env, _SEEN, {}), **values})
+
+
+_SEEN = "_inductor_grpo_sizes_seen"
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:

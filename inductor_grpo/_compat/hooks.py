@@ -153,19 +153,27 @@ def compile_fx(
     patches: dict[str, Any],
     eager: bool,
     call: CompileFx | None = None,
+    watch: Callable[[CompileFx], CompileFx] | None = None,
+    graph_cache_only: bool = False,
     **kw: Any,
 ) -> Any:
-    """Inductor's ``compile_fx`` under ``patches`` of its config; ``eager``: torch.fx runs the graphs, no code."""
+    """Inductor's ``compile_fx`` under ``patches`` of its config.
+
+    ``eager``: torch.fx runs the graphs, no code; ``watch`` wraps what compiles the partitioned graphs.
+
+    ``graph_cache_only``: AOTAutograd's cache is off, Inductor's own graph cache stays.  With symbolic floats a hit of
+    the former loses the guard of a float specialised on the way (torch.clamp(x, 1 - eps, 1 + eps)), and eps stays at
+    the cached value; so either this, or see to it that no such entry is stored.
+    """
     from torch._inductor import compile_fx as module
 
     call = call or module.compile_fx
     if eager:
         kw["inner_compile"] = _run_by_fx
+    if watch is not None:
+        kw["inner_compile"] = watch(kw.get("inner_compile", module.compile_fx_inner))
     with contextlib.ExitStack() as stack:
-        # An entry that runs by fx cannot be stored.  With symbolic floats a hit of this cache loses the guard of a
-        # float specialised on the way (torch.clamp(x, 1 - eps, 1 + eps)), and eps stays at the cached value;
-        # Inductor's own graph cache is not affected and stays on.
-        if eager or has_symbolic_floats(gm):
+        if eager or graph_cache_only:  # what runs by fx cannot be stored
             stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         return call(gm, example_inputs, config_patches=patches, **kw)
 
@@ -275,6 +283,6 @@ def counters() -> Counter[str]:
     return torch._dynamo.utils.counters["inductor_grpo"]
 
 
-def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "json") -> None:
     """Puts ``payload()`` into the structured trace (TORCH_TRACE, shown by tlparse) when one is written."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)

@@ -11,6 +11,8 @@ from torch._inductor import pattern_matcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .fxgraph import SIZE_OF_DATA, size_hint
+
 
 def trace(function: Callable[..., Any], *examples: torch.Tensor) -> fx.GraphModule:
     """``function`` in Inductor's decomposed operations."""
@@ -71,9 +73,8 @@ def propagate_dtypes(
     mode = FakeTensorMode()
 
     def fake(sizes: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(
-            [s if isinstance(s, int) else int(s.node.hint or 2) for s in sizes], dtype=dtype, device=device
-        )
+        known = [s if isinstance(s, int) else size_hint(s, SIZE_OF_DATA) for s in sizes]
+        return torch.empty(known, dtype=dtype, device=device)
 
     class Propagate(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:

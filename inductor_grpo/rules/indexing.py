@@ -41,7 +41,7 @@ class Gather(Rule):
             return
         dim = arg(node, 1, "dim") % len(shape(node))
         if dim != source.vocab:
-            layouts.conflict(node, "MIXES_ROWS", "gather runs over the rows of the logits, not over the vocabulary")
+            layouts.conflict(node, "MIXES_ROWS", "{op} runs over the rows of the logits, not over the vocabulary")
         elif not same_sizes(layouts.rows(node, dim), layouts.rows(node_arg(node, 0))):
             layouts.conflict(
                 node, "LAYOUT", "gather has fewer rows than the logits; slice the logits to the same rows first"
@@ -66,7 +66,7 @@ class Scatter(Rule):
         if layout is None or layout.vocab is None:
             return
         if arg(node, 1, "dim") % len(shape(node)) != layout.vocab:
-            layouts.conflict(node, "MIXES_ROWS", "scatter runs over the rows of the logits, not over the vocabulary")
+            layouts.conflict(node, "MIXES_ROWS", "{op} runs over the rows of the logits, not over the vocabulary")
         elif not same_sizes(layouts.rows(node, layout.vocab), layouts.rows(index, layout.vocab)):
             layouts.conflict(
                 node, "LAYOUT", "scatter has fewer rows than the logits; slice the logits to the same rows first"

@@ -63,7 +63,11 @@ class Pointwise(Rule):
             if same_sizes(rows, aligned_rows(sizes, len(sizes), vocab)):
                 return Layout(layout.space, vocab)
             if layout.vocab is not None:
-                layouts.conflict(node, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
+                layouts.conflict(
+                    node,
+                    "MIXES_ROWS",
+                    "the logits are broadcast over rows; expand the hidden states instead, before the head",
+                )
                 return None
         return None
 
@@ -82,7 +86,11 @@ class Pointwise(Rule):
                 continue  # one row for all, also where there is only one
             if not same_sizes(rows, own_rows):
                 if layouts.is_wide(a) and not all(is_one(r) for r in rows):
-                    layouts.conflict(node, "MIXES_ROWS", "the logits are broadcast over rows; expand hidden instead")
+                    layouts.conflict(
+                        node,
+                        "MIXES_ROWS",
+                        "the logits are broadcast over rows; expand the hidden states instead, before the head",
+                    )
             elif vocab >= 0 and not is_one(shape(a)[vocab]):
                 layouts.set(a, layout.space, vocab)
             elif a in layouts and layouts[a].vocab is None:

@@ -62,7 +62,9 @@ class View(Rule):
             vocab = vocab_through_view(shape(x), shape(node), source.vocab)
             if vocab is None:
                 layouts.conflict(
-                    node, "LAYOUT", "this view merges the vocabulary dimension with another; keep it as the last one"
+                    node,
+                    "LAYOUT",
+                    "this view merges the vocabulary with another dimension; keep it as a dimension of its own",
                 )
             else:
                 layouts.set(node, source.space, vocab)

@@ -71,7 +71,7 @@ def dynamic_number_as_a_clamp_bound(h, w, y, bound):
     return log_prob((h @ w.t()).clamp(-bound, bound), y)
 
 
-@case("NO_ROW_RULE", also(lambda: 1.0), dynamic=True)
+@case("streamed", also(lambda: 1.0), dynamic=True)
 def dynamic_number_as_a_factor_and_as_a_filling(h, w, y, c):
     z = h @ w.t()
     return torch.where(z > c, z, c).logsumexp(-1), z.add(z, alpha=c).amax(-1)

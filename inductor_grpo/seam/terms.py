@@ -1,0 +1,195 @@
+"""Writing the graph's per-token maths as calls of a segment program.
+
+A value is written in one of three *spaces*: of a token, of a segment (seen by the token through its id), or a scalar.
+What is not pointwise in its space is an input of the program, computed before it by Inductor as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+
+from ..graph import (
+    GraphBuilder,
+    Size,
+    args_of,
+    aten,
+    is_one,
+    is_tensor,
+    numel,
+    same,
+    same_sizes,
+    shape,
+    target_of,
+    value,
+)
+from .ops import literal
+from .program import Call, SegmentProgram
+from .sums import Ids, gathered, is_view, through_views
+
+Space = Literal["token", "segment", "scalar"]
+
+_COMPARISONS = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
+_DROPPED = ("layout", "pin_memory", "memory_format", "non_blocking", "device")
+"""Arguments that say nothing about a value."""
+
+
+class Terms:
+    """The program of one stage, as far as it is written.
+
+    ``supported`` says which operators (by name) a program may call; with ``fused=False`` it calls none, and each sum is
+    an input.
+    """
+
+    def __init__(self, builder: GraphBuilder, ids: Ids, tokens: Size, count: Size, supported: Callable[[str], bool]):
+        self.builder, self.ids, self.count = builder, ids, count
+        self.size = tokens
+        self.supported = supported
+        self.inputs: dict[Space, dict[fx.Node, str]] = {"token": {}, "segment": {}, "scalar": {}}
+        self.ints: dict[fx.Node, str] = {}
+        self.calls: list[Call] = []
+        self.gathers = 0
+        self._known: dict[tuple[fx.Node, Space], str] = {}
+
+    def token(self, node: fx.Node) -> str:
+        """The name of a value with one element a token."""
+        return self._write(node, "token")
+
+    def program(self, sums: list[str], totals: list[str], wraps: bool) -> SegmentProgram:
+        """The program whose outputs are the values of these names."""
+        names: dict[Space, tuple[str, ...]] = {
+            space: tuple(str(value(node).dtype).removeprefix("torch.") for node in nodes)
+            for space, nodes in self.inputs.items()
+        }
+        needed = self._needed([*sums, *totals])
+        calls = tuple(c for c in self.calls if c.name in needed)
+        return SegmentProgram(
+            names["token"], names["segment"], names["scalar"], calls, tuple(sums), tuple(totals), wraps
+        )
+
+    def _needed(self, names: list[str]) -> set[str]:
+        needed = set(names)
+        for call in reversed(self.calls):
+            if call.name in needed:
+                used = [*call.args, *(v for _, v in call.kwargs)]
+                flat = [a for x in used for a in (x if isinstance(x, tuple) else (x,))]
+                needed |= {a[1:] for a in flat if isinstance(a, str) and a.startswith("%")}
+        return needed
+
+    # Writing
+
+    def _write(self, node: fx.Node, space: Space) -> str:
+        """Without recursion: graphs are deep."""
+        work = [(node, space)]
+        while work:
+            key = work[-1]
+            if key in self._known:
+                work.pop()
+                continue
+            operands = self._operands(*key)
+            missing = [o for o in operands or () if o not in self._known]
+            if missing:
+                work += missing
+                continue
+            self._known[key] = self._input(*key) if operands is None else self._call(*key, operands)
+            work.pop()
+        return self._known[node, space]
+
+    def _operands(self, node: fx.Node, space: Space) -> list[tuple[fx.Node, Space]] | None:
+        """What a value is computed from, each with its space; None when it is an input."""
+        if is_view(node) or self._repeats(node):
+            source = node.all_input_nodes[0]
+            return [(source, "scalar" if self._is_scalar(source) else space)]
+        if space == "token" and (table := self._table(node)) is not None:
+            return [(table, "segment")]
+        target = target_of(node)
+        if not isinstance(target, torch._ops.OpOverload) or not self.supported(str(target)):
+            return None
+        if target in _CONSTANTS:
+            return [] if all(isinstance(a, (int, float, list)) for a in node.args[-1:]) else None
+        found: list[tuple[fx.Node, Space]] = []
+        for a in node.all_input_nodes:
+            if isinstance(value(a), torch.SymInt):
+                continue
+            if not is_tensor(a):
+                return None
+            if self._is_scalar(a):
+                found.append((a, "scalar"))
+            elif same_sizes(shape(a), shape(node)):
+                found.append((a, space))
+            else:
+                return None
+        return found
+
+    def _table(self, node: fx.Node) -> fx.Node | None:
+        read = gathered(node)
+        if read is None or not read[1].same_as(self.ids) or not same(numel(shape(node)), self.size):
+            return None
+        table = read[0]
+        return table if self.ids.columns is None or same(numel(shape(table)), self.count) else None
+
+    def _repeats(self, node: fx.Node) -> bool:
+        """An expansion of one element, or of nothing."""
+        if target_of(node) is not aten.expand.default:
+            return False
+        source = node.all_input_nodes[0]
+        return self._is_scalar(source) or same(numel(shape(source)), numel(shape(node)))
+
+    @staticmethod
+    def _is_scalar(node: fx.Node) -> bool:
+        return all(map(is_one, shape(node)))
+
+    def _input(self, node: fx.Node, space: Space) -> str:
+        sizes = {"token": [self.size], "segment": None, "scalar": []}[space]
+        sizes = [numel(shape(node))] if sizes is None else sizes
+        source = through_views(node)
+        if not same_sizes(shape(source), sizes):
+            source = self.builder.view(node, sizes)
+        names = self.inputs[space]
+        return names.setdefault(source, f"{'tgs'['token segment scalar'.split().index(space)]}{len(names)}")
+
+    def _call(self, node: fx.Node, space: Space, operands: list[tuple[fx.Node, Space]]) -> str:
+        if is_view(node) or self._repeats(node):
+            return self._known[operands[0]]
+        if space == "token" and operands and operands[0][1] == "segment" and gathered(node) is not None:
+            self.gathers += 1
+            return self._known[operands[0]]
+        if node.target in _CONSTANTS:
+            return self._add("aten.scalar_tensor.default", (literal(args_of(node)[-1]),), (), value(node).dtype)
+        spaces = dict(operands)
+        wanted = self._compared_as(node)
+
+        def written(a: Any) -> Any:
+            if isinstance(a, fx.Node):
+                if isinstance(value(a), torch.SymInt):
+                    return "%" + self.ints.setdefault(a, f"n{len(self.ints)}")
+                name = self._known[a, spaces[a]]
+                if wanted is not None and value(a).dtype != wanted:
+                    convert = "prims.convert_element_type.default"
+                    name = self._add(convert, ("%" + name, str(wanted)), (), wanted)
+                return "%" + name
+            if isinstance(a, torch.dtype):
+                return str(a)
+            return literal(a) if isinstance(a, float) else a
+
+        kwargs = tuple((k, written(v)) for k, v in node.kwargs.items() if k not in _DROPPED and v is not None)
+        return self._add(str(node.target), tuple(map(written, node.args)), kwargs, value(node).dtype)
+
+    def _add(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> str:
+        call = Call(f"v{len(self.calls)}", target, args, kwargs, str(dtype).removeprefix("torch."))
+        self.calls.append(call)
+        return call.name
+
+    @staticmethod
+    def _compared_as(node: fx.Node) -> torch.dtype | None:
+        """In which dtype a comparison takes place; a 0-dim operand does not widen it."""
+        if getattr(node.target, "overloadpacket", None) not in _COMPARISONS:
+            return None
+        operands: list[Any] = [value(a) if isinstance(a, fx.Node) else a for a in node.args[:2]]
+        if any(not isinstance(o, (torch.Tensor, int, float, bool)) for o in operands):
+            return None
+        return torch.result_type(*operands)

@@ -1,0 +1,451 @@
+"""The command ``inductor-grpo``: each subcommand on a small module, its output, its files, its exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import inductor_grpo
+from inductor_grpo import backend
+from inductor_grpo.tools import cli
+from inductor_grpo.tools.memory import timeline
+from inductor_grpo.tools.progress import progress
+from tests.snapshots import assert_file, pinned
+
+ROOT = pathlib.Path(__file__).parents[1]
+MODULE = """
+import torch
+import torch.nn.functional as F
+from inductor_grpo.backend import inductor_grpo
+
+
+def loss(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return -logits.log_softmax(-1).gather(-1, labels[:, None]).mean()
+
+
+def over_tokens(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return -logits.log_softmax(0).gather(-1, labels[:, None]).mean()
+
+
+def squares(hidden, weight, labels):
+    z = F.linear(hidden, weight)
+    return (z.gather(-1, labels[:, None])[:, 0] - (z - z.amax(-1, keepdim=True)).square().sum(-1).log()).sum()
+
+
+def broken(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    torch._dynamo.graph_break()
+    return logits.logsumexp(-1).sum()
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (24, 101))
+    return hidden, weight, torch.randint(0, 101, (24,), generator=generator)
+
+
+def pair():
+    return loss, inputs()
+
+
+def with_keywords():
+    hidden, weight, labels = inputs()
+    return loss, (hidden,), {"weight": weight, "labels": labels}
+
+
+def compiles():
+    torch.compile(loss, backend=inductor_grpo)(*inputs()).backward()
+
+
+def compiles_by_inductor():
+    torch.compile(over_tokens)(*inputs())
+
+
+def fails():
+    torch.compile(loss, backend=inductor_grpo)(*inputs())
+    raise KeyError("after the loss")
+
+
+def nothing():
+    pass
+
+
+number = 3
+"""
+SCRIPT = """
+import sys
+import losses
+
+print("arguments", sys.argv[1:])
+if __name__ == "__main__":
+    losses.compiles()
+"""
+SET = ("--set", "min_logits_bytes=0", "--quiet")
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A working directory with ``losses.py`` and ``script.py``."""
+    (tmp_path / "losses.py").write_text(MODULE)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    yield tmp_path
+    sys.modules.pop("losses", None)
+
+
+@pytest.fixture
+def call(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command line; returns exit code, stdout and stderr."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        torch._dynamo.reset()
+        try:
+            code = cli.main([str(a) for a in argv])
+        except SystemExit as error:  # argparse
+            code = int(error.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain_function_with_inputs(call: Any) -> None:
+    code, out, _ = call("explain", "losses:loss", "--inputs", "inputs", *SET, "--expect", "selective_logprob=1")
+    assert code == cli.OK
+    assert "1 graph compiled, 0 graph breaks: 1 rewrite, 0 rejections" in out
+    row = next(line for line in out.splitlines() if "losses.py:8 in loss" in line)
+    assert row.split()[3:] == [
+        "selective_logprob",
+        "two-pass,",
+        "vocabulary",
+        "tiles",
+        "18.9",
+        "KiB",
+        "9.5",
+        "KiB",
+        "4",
+    ]
+
+
+@pytest.mark.parametrize("target", ["losses:pair", "losses:with_keywords", "losses:compiles", "script.py"])
+def test_every_kind_of_target(call: Any, target: str) -> None:
+    code, out, err = call("explain", target, *SET, "--expect", "rewrites=1")
+    assert code == cli.OK, out + err
+
+
+def test_script_has_its_arguments_and_is_main(call: Any) -> None:
+    before = sys.argv
+    code, out, _ = call("explain", "script.py", *SET, "--", "--steps", "3")
+    assert code == cli.OK and "arguments ['--steps', '3']" in out and "1 rewrite" in out
+    assert sys.argv is before
+
+
+def test_plain_inductor_is_watched_and_left_as_it_was(call: Any) -> None:
+    from torch._inductor import compile_fx
+
+    before = compile_fx.compile_fx
+    code, out, _ = call("explain", "losses:compiles_by_inductor", *SET)
+    assert code == cli.OK and "MIXES_ROWS  losses.py:14 in over_tokens  by log_softmax" in out
+    assert compile_fx.compile_fx is before and not inductor_grpo.capture.__module__.endswith("tools")
+
+
+def test_expectations(call: Any) -> None:
+    run = ("explain", "losses:over_tokens", "--inputs", "losses:inputs", *SET)
+    assert call(*run, "--expect", "MIXES_ROWS=1", "--expect", "rewrites=0")[0] == cli.OK
+    code, _, err = call(*run, "--expect", "selective_logprob=1")
+    assert code == cli.UNMET and "expected selective_logprob=1, found 0" in err
+    for bad in ("selective_logprob", "no_such=1", "rewrites=many"):
+        code, _, err = call(*run, "--expect", bad)
+        assert code == cli.USAGE and "--expect" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("losses:loss",), "--inputs inputs"),
+        (("losses:absent",), "has no 'absent'"),
+        (("losses:number",), "is a int, not a function"),
+        (("absent:loss",), "there is no module 'absent'"),
+        (("absent.py",), "there is no file absent.py"),
+        (("losses",), "neither script.py nor module:function"),
+        (("script.py", "--inputs", "x"), "a script makes its own"),
+        (("losses:pair", "--set", "chunk_bites=1"), "chunk_bites"),
+        (("losses:pair", "--set", "chunk_bytes=much"), "must be a whole number"),
+        (("losses:pair", "--set", "chunk_bytes"), "NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_run(call: Any, argv: tuple[str, ...], says: str) -> None:
+    code, _, err = call("explain", *argv)
+    assert code == cli.USAGE and says in err
+
+
+def test_target_that_fails_still_shows_what_was_seen(call: Any) -> None:
+    code, out, err = call("explain", "losses:fails", *SET)
+    assert code == cli.FAILED and "1 rewrite" in out and "KeyError: 'after the loss'" in err
+    code, out, err = call("explain", "losses:nothing")
+    assert code == cli.FAILED and "Nothing was compiled" in out and "compiled nothing" in err
+
+
+def test_json(call: Any) -> None:
+    code, out, err = call("explain", "script.py", "--json", *SET)
+    assert code == cli.OK and "arguments" in err
+    data = json.loads(out)
+    assert data["rewrites"] == 1 and data["graphs"][0]["rewrites"][0]["pattern"] == "selective_logprob"
+    _, out, _ = call("explain", "losses:broken", "--inputs", "inputs", "--json", *SET)
+    first, second = json.loads(out)["graphs"]
+    assert first["graph_break"]["location"]["line"] == 24 and second["graph_break"] is None
+    rejection = first["rejections"][0]
+    assert rejection["code"] == "LOGITS_RETURNED" and rejection["location"]["line"] == 23
+    assert "graph break" in rejection["why"] and "fullgraph" in rejection["cure"] and rejection["op"] == "mm"
+
+
+def test_near_miss_names_pattern_and_first_difference(call: Any) -> None:
+    _, out, _ = call("explain", "losses:squares", "--inputs", "inputs", *SET)
+    assert "losses.py:19 in squares  closest to selective_logprob: 3 of 4 operations agree" in out
+    assert "expected aten.exp, found aten.pow.Tensor_Scalar" in out and "hint: " in out
+    _, out, _ = call("explain", "losses:squares", "--inputs", "inputs", "--json", *SET)
+    (near,) = json.loads(out)["graphs"][0]["near_misses"]
+    assert (near["pattern"], near["agree"], near["total"], near["location"]["line"]) == ("selective_logprob", 3, 4, 19)
+
+
+@pinned
+def test_text(call: Any) -> None:
+    texts = []
+    for name in ("loss", "over_tokens", "squares", "broken"):
+        texts.append(
+            f"$ inductor-grpo explain losses:{name}\n{call('explain', f'losses:{name}', '--inputs', 'inputs', *SET)[1]}"
+        )
+    assert_file("cli_explain", "\n".join(texts))
+
+
+def test_a_sign_of_life() -> None:
+    to = io.StringIO()
+    with inductor_grpo.capture() as captured, progress(every=0.05, to=to)(captured):
+        time.sleep(0.2)
+    assert re.match(r"\[inductor-grpo\] 0 s: 0 graphs compiled, the target is running\n", to.getvalue())
+    assert threading.active_count() < 50
+
+
+# ---------------------------------------------------------------- dump and diff
+
+
+def test_dump_and_its_scripts(call: Any, folder: pathlib.Path) -> None:
+    code, out, _ = call("dump", "losses:compiles", "-o", "out", "--codegen", "eager", *SET)
+    assert code == cli.OK
+    files = {path.name for path in (folder / "out" / "graph-1").iterdir()}
+    stages = [f"{n:02}_{name}" for n, name in enumerate(("joint", "normalised", "rewritten", "forward", "backward"))]
+    assert {f"{stage}.{kind}" for stage in stages for kind in ("txt", "py", "dot")} <= files
+    assert {"05_program-1.txt", "05_program-2.json", "report.txt", "report.json"} <= files
+    assert sorted(out.split()) == sorted(
+        str(path.relative_to(folder)) for path in (folder / "out").rglob("*") if path.is_file()
+    )
+    results = {}
+    for stage in stages:
+        namespace = {"__name__": stage}
+        path = folder / "out" / "graph-1" / f"{stage}.py"
+        exec(compile(path.read_text(), str(path), "exec"), namespace)
+        torch.manual_seed(0)
+        results[stage] = namespace["Graph"]().forward(*namespace["inputs"]())  # type: ignore[operator]
+    for name in stages[1:3]:  # the same random inputs, the same results
+        torch.testing.assert_close(results[name][:3], results[stages[0]][:3], rtol=1e-4, atol=1e-5)
+    dot = (folder / "out" / "graph-1" / "00_joint.dot").read_text()
+    assert dot.startswith("digraph") and dot.count("->") > 20
+    code, out, _ = call("diff", "out/graph-1/00_joint.txt", "out/graph-1/01_normalised.txt")
+    assert code == cli.UNMET and re.search(r"^-%alias", out, re.MULTILINE)
+    assert call("diff", "out", "out") == (cli.OK, "no difference\n", "")
+    assert call("diff", "out", "nowhere")[0] == cli.USAGE
+    assert call("diff", "out", "out/report.txt")[0] == cli.USAGE
+
+
+def test_two_dumps_of_one_loss_are_equal(call: Any, folder: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        call("dump", "losses:pair", "-o", name, "--codegen", "eager", *SET)
+    assert call("diff", "a", "b")[0] == cli.OK
+
+
+def test_dump_with_generated_code_and_from_a_warm_cache(folder: pathlib.Path) -> None:
+    """In processes of its own, as a user runs it: the second finds everything in the cache of the first."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    for name in ("cold", "warm"):
+        command = [sys.executable, "-m", "inductor_grpo.tools", "dump", "losses:pair", "-o", name, *SET]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
+        assert done.returncode == 0, done.stderr[-2000:]
+    cold, warm = (folder / name / "graph-1" for name in ("cold", "warm"))
+    code = (cold / "06_code_forward.py").read_text()
+    assert "torch.ops.inductor_grpo" in code and (cold / "07_code_backward.py").exists()
+    assert "came from Inductor's cache" in (warm / "00_no_graphs.txt").read_text()
+    report = json.loads((warm / "report.json").read_text())
+    assert report["from_cache"] and report["rewrites"][0]["pattern"] == "selective_logprob"
+    assert "(from cache)" in (folder / "warm" / "report.txt").read_text()
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_html_report(call: Any, folder: pathlib.Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    code, out, _ = call("report", "losses:compiles", "-o", "page.html", *SET)
+    assert code == cli.OK and "page.html: 1 rewrite" in out
+    page = (folder / "page.html").read_text()
+    assert "<svg" in page and "peak" in page and "logits = F.linear(hidden, weight)" in page
+    assert page.count('class="op program"') == 2 and 'class="op region"' in page
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page), "it must open without a network"
+    code, _, _ = call("report", "losses:over_tokens", "--inputs", "inputs", "-o", "page.html", *SET)
+    page = (folder / "page.html").read_text()
+    assert code == cli.OK and "Nothing was rewritten" in page and "log_softmax(dim=-1)" in page
+    assert '<div class="hit"><i>14</i>' in page, "the line at fault, in its source"
+
+
+def test_live_memory_is_that_of_the_tensors() -> None:
+    def steps(x: torch.Tensor) -> torch.Tensor:
+        a = x.sin()  # 400 bytes
+        b = a.cos()  # 800 live, then a is gone
+        c = b.view(10, 10).t().exp()
+        return c.sum()
+
+    with inductor_grpo.capture(codegen="eager") as captured:
+        torch.compile(steps, backend=backend.inductor_grpo)(torch.randn(100))
+    joint = captured.graphs[0].stage("joint")
+    assert joint is not None
+    line = timeline(joint)
+    by_name = {m.node.name: m.live for m in line.moments}
+    assert (by_name["sin"], by_name["cos"], by_name["exp"]) == (400, 800, 800)
+    assert by_name["sum_1"] == 404 and line.peak == 800 and line.formula == "8*100"
+
+
+def test_peak_formula_is_symbolic() -> None:
+    with inductor_grpo.capture(codegen="eager") as captured:
+        torch.compile(lambda x: x.sin().cos(), backend=backend.inductor_grpo, dynamic=True)(torch.randn(100))
+    joint = captured.graphs[0].stage("joint")
+    assert joint is not None
+    assert (timeline(joint).formula, timeline(joint).peak) == ("8*s0", 800)
+
+
+# ---------------------------------------------------------------- patterns and doctor
+
+
+def test_patterns(call: Any) -> None:
+    code, out, _ = call("patterns")
+    assert code == cli.OK
+    for name in ("selective_logprob", "logprob_entropy", "over_rows", "aten.gather", "SelectionScatter"):
+        assert name in out
+    code, out, _ = call("patterns", "losses:compiles", *SET)
+    assert code == cli.OK and re.search(r"selective_logprob: .* \[1 of 1 tries, \d+\.\d ms\]", out)
+    assert re.search(r"Gather: .* \[used [1-9]\d* times\]", out)
+
+
+def test_patterns_check_runs_examples_and_near_misses(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inductor_grpo.tools import catalogue
+
+    checks, trials = catalogue.check(["selective_logprob"])
+    assert [c.ok for c in checks] == [True] * 7 and trials["selective_logprob"].hits >= 5
+    broken = catalogue.Check("selective_logprob", "over_rows", takes=True, should=False)
+    monkeypatch.setattr(catalogue, "check", lambda: ([broken], {}))
+    code, out, _ = call("patterns", "--check")
+    assert code == cli.UNMET and "FAIL  selective_logprob leaves over_rows" in out
+
+
+def test_doctor(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = call("doctor", "--quick")
+    assert code == cli.OK and torch.__version__ in out
+    assert re.search(r"ok +rewrite +1 rewrite, result and gradients as in eager", out)
+    from inductor_grpo._compat import hooks
+
+    monkeypatch.setattr(hooks, "missing", lambda: "compile_fx(inner_compile=)")
+    code, out, _ = call("doctor", "--quick")
+    assert code == cli.UNMET and "BAD  hooks" in out
+
+
+def test_help_tells_the_exit_codes(call: Any) -> None:
+    for argv in ((), ("explain",), ("dump",), ("report",)):
+        code, out, _ = call(*argv, "--help")
+        assert code == 0 and "exit codes:" in out and ("module:function" in out or not argv)
+    assert call()[0] == cli.USAGE
+
+
+# ---------------------------------------------------------------- capture
+
+
+def test_capture_says_why_it_is_empty_and_fresh_makes_it_compile_again() -> None:
+    compiled = torch.compile(lambda x: x.sin(), backend=backend.inductor_grpo, options={"grpo.codegen": "eager"})
+    compiled(torch.ones(3))
+    with inductor_grpo.capture() as captured:
+        compiled(torch.ones(3))
+    assert not captured.graphs and "capture(fresh=True)" in str(captured)
+    with inductor_grpo.capture(fresh=True) as captured:
+        compiled(torch.ones(3))
+    assert [s.name for s in captured.graphs[0].stages] == ["joint", "normalised", "inference"]
+    assert captured.graphs[0].done and captured.graphs[0].seconds > 0
+
+
+def test_nested_captures_both_see_a_compilation_in_another_thread() -> None:
+    with inductor_grpo.capture() as outer, inductor_grpo.capture(codegen="eager") as inner:
+        thread = threading.Thread(
+            target=torch.compile(lambda x: x.sin(), backend=backend.inductor_grpo), args=(torch.ones(3),)
+        )
+        thread.start()
+        thread.join()
+    assert len(outer.graphs) == len(inner.graphs) == 1 and outer.graphs[0] is inner.graphs[0]
+
+
+def test_stages_stay_as_they_were() -> None:
+    def loss(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (h @ w.t()).logsumexp(-1).sum()
+
+    args = torch.randn(24, 16, requires_grad=True), torch.randn(101, 16)
+    with inductor_grpo.capture(codegen="eager") as captured, inductor_grpo.config.patch(min_logits_bytes=0):
+        torch.compile(loss, backend=backend.inductor_grpo)(*args).backward()
+    (graph,) = captured.graphs
+    targets = {s.name: {str(n.target) for n in s.graph.nodes} for s in graph.stages}
+    assert "aten.mm.default" in targets["joint"] and "inductor_grpo.rows.default" not in targets["normalised"]
+    assert any("inductor_grpo" in t for t in targets["rewritten"])
+    for stage in graph.stages:
+        stage.graph.lint()
+
+
+def test_no_tool_is_imported_and_nothing_kept_without_a_capture() -> None:
+    code = (
+        "import sys, torch\n"
+        "from inductor_grpo import backend, capture as c\n"
+        "f = torch.compile(lambda h, w: (h @ w.t()).logsumexp(-1).sum(), backend=backend.inductor_grpo,\n"
+        "    options={'grpo.codegen': 'eager', 'grpo.min_logits_bytes': 0})\n"
+        "f(torch.randn(24, 16), torch.randn(101, 16))\n"
+        "assert backend.last_report().rewrites\n"
+        "print([m for m in sys.modules if m.startswith(('inductor_grpo.tools', 'inductor_grpo.canonical'))])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
+
+
+def test_traces_hold_the_graphs(folder: pathlib.Path) -> None:
+    environment = {**os.environ, "TORCH_TRACE": str(folder / "traces"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "inductor_grpo.tools", "explain", "losses:pair", *SET]
+    subprocess.run(command, check=True, capture_output=True, timeout=100, env=environment, cwd=folder)
+    with contextlib.ExitStack() as stack:
+        lines = [line for path in (folder / "traces").iterdir() for line in stack.enter_context(path.open())]
+    text = "".join(lines)
+    for name in ("inductor_grpo_joint", "inductor_grpo_rewritten", "inductor_grpo_report"):
+        assert f'"name": "{name}"' in text
+    assert "%mm : f32[24, 101] = aten.mm(%primal, %permute)" in text

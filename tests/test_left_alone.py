@@ -1,0 +1,83 @@
+"""Over the corpora: what stays of vocabulary-sized tensors has a rejection, at a line that has to do with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import inductor_grpo
+from inductor_grpo.report import Location
+from tests import harness
+from tests.corpus import faults, odd
+from tests.test_faults import NOT_STREAMED, streamed_facts
+
+ODD = [case for case in odd.CASES.values() if case.outcome != "streamed" and not case.raises]
+FAULTS = [c for c in faults.CASES.values() if c.id in NOT_STREAMED and c.raises is None and not c.own_backward]
+SMALLER_THAN_HIDDEN = ("near_softmax_dim0", "near_transposed_logits", "size_vocab_1", "size_vocab_2")
+
+
+def is_large(node: torch.fx.Node, facts: harness.Graphs) -> bool:
+    value = node.meta.get("val")
+    return (
+        node.op == "call_function"
+        and isinstance(value, torch.Tensor)
+        and bool(node.users)
+        and harness.is_leftover([harness.hint(size) for size in value.shape], facts)
+    )
+
+
+def lines_of_large_tensors(captured: inductor_grpo.Capture, facts: harness.Graphs) -> set[Location]:
+    """The lines that make a vocabulary-sized tensor or read one."""
+    found: set[Location | None] = set()
+    for graph in captured.graphs:
+        joint = graph.stage("joint")
+        for node in joint.nodes if joint is not None else ():
+            if is_large(node, facts):
+                found |= {Location.of(n) for n in (node, *node.users)}
+    return {location for location in found if location is not None}
+
+
+def assert_explained(function: Any, args: Any, kwargs: Any, facts: harness.Graphs, dynamic: bool | None) -> None:
+    with harness.recording(facts), inductor_grpo.capture() as captured:
+        harness.run(harness.compiled(function, 64, dynamic=dynamic), args, kwargs, backward=False)
+    if not facts.leftovers:
+        return
+    rejections = captured.report.rejections
+    assert rejections, "\n".join(["stays, and nothing says so:", *facts.leftovers])
+    lines = lines_of_large_tensors(captured, facts)
+    for rejection in rejections:
+        assert rejection.why and rejection.cure
+        assert rejection.location in lines, f"{rejection}\nis at none of\n" + "\n".join(map(str, lines))
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
+def test_odd_case(case: odd.Case) -> None:
+    args = case.make()
+    facts = harness.Graphs(frozenset(), frozenset())
+    if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() > 1:
+        facts = harness.graph_facts(args)
+    assert_explained(case.function, args, None, facts, case.dynamic)
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.id)
+def test_fault(case: faults.Case) -> None:
+    function, args, kwargs, _ = case.build()
+    facts = streamed_facts(case, args)
+    if min(facts.vocabularies, default=0) > min(args[1].shape):  # logits narrower than hidden are smaller than it
+        assert_explained(function, args, kwargs, facts, False)
+    else:
+        assert case.id in SMALLER_THAN_HIDDEN
+
+
+def test_most_of_them_leave_something() -> None:
+    """The tests above would pass if nothing ever stayed."""
+    left = 0
+    for case in ODD[:8]:
+        args = case.make()
+        facts = harness.graph_facts(args)
+        with harness.recording(facts):
+            harness.run(harness.compiled(case.function, 64), args, backward=False)
+        left += bool(facts.leftovers)
+    assert left >= 5
