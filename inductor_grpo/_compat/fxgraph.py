@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-
 SIZE_OF_DATA = 8192
 """Stands for a size that only the data decides, in estimates."""
 
