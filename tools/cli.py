@@ -167,7 +167,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     try:
-        from inductor_grpo.tools.html import page
+        from inductor_grpo.tools.page import page
     except ImportError as error:
         raise TargetError(f'the report needs {error.name}: pip install "inductor-grpo[report]"') from None
     outcome = _run(options)

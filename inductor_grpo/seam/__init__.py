@@ -16,7 +16,7 @@ import torch.fx as fx
 from .._compat import fxgraph
 from ..config import Settings
 from ..depth import after_tangent
-from ..graph import GraphBuilder, value
+from ..graph import GraphBuilder, target_of, value
 from ..report import Location, Rejection, Report, Rewrite
 from . import launch
 from .hoist import Hoist
@@ -50,10 +50,19 @@ def fuse_seams(graph: fx.Graph, settings: Settings, rewrites: int) -> Report:
     for stage in stages:
         emit_stage(builder, stage, _supported() if fused else _nothing)
     fxgraph.sort_topologically(graph)
+    _write_inputs_last(graph)
     graph.eliminate_dead_code()
     if fused:
         recompute_token_terms(graph, [stage.tokens for stage in stages], after_tangent(graph))
     return Report([_rewrite_of(stage, fused) for stage in stages])
+
+
+def _write_inputs_last(graph: fx.Graph) -> None:
+    """Moves the copies into mutated inputs behind what was added: every other node reads what the input held before."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    for node in list(graph.nodes):
+        if target_of(node) is torch.ops.aten.copy_.default and not node.users.keys() - {output}:
+            output.prepend(node)
 
 
 def _reason_to_leave(s: Sum, settings: Settings, rewrites: int) -> Rejection | None:
@@ -77,7 +86,7 @@ def _without_tangent(builder: GraphBuilder, s: Sum, late: set[fx.Node]) -> Sum:
     scaled = builder.call(torch.ops.aten.mul.Tensor, early, product.factor)
     s.node.replace_all_uses_with(scaled)
     late.add(scaled)
-    return Sum(early, product.rest, s.ids, s.count, None, None, s.wraps)
+    return Sum(early, product.rest, s.ids, s.count, None, None, s.wraps, s.alpha)
 
 
 def _supported() -> Callable[[str], bool]:

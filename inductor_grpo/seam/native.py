@@ -94,7 +94,7 @@ def segment_sums(values: Sequence[Tensor], ids: Tensor, count: int, wraps: bool)
     """
     ids = ids.contiguous()
     values = [v.contiguous() if v.dtype in _NAMES else v.to(accumulator(v.dtype)).contiguous() for v in values]
-    results: list[Tensor] = [torch.zeros(count, dtype=v.dtype) for v in values]
+    results: list[Tensor] = [torch.zeros(count, dtype=v.dtype, device=v.device) for v in values]
     for dtype in {v.dtype for v in values}:
         places = [i for i, v in enumerate(values) if v.dtype == dtype]
         function = _function(dtype, ids.dtype)

@@ -85,7 +85,8 @@ def reference(
     if plan.wraps:
         ids = torch.where(ids < 0, ids + count, ids)
     named: dict[str, Any] = {f"t{i}": t for i, t in enumerate(tokens)}
-    named |= {f"s{i}": t for i, t in enumerate(scalars)}
+    # In one shape: what promotes to which dtype was settled by the shapes in the graph, not by those here.
+    named |= {f"s{i}": t.to(ids.device).expand(ids.shape) for i, t in enumerate(scalars)}
     named |= {f"n{i}": n for i, n in enumerate(ints)}
     named |= {f"g{i}": t.index_select(0, ids) for i, t in enumerate(segments)}
     for call in plan.calls:
@@ -93,7 +94,10 @@ def reference(
         kwargs = {key: _argument(a, named) for key, a in call.kwargs}
         if "device" in _parameters(call.target):
             kwargs["device"] = ids.device
-        named[call.name] = _operator(call.target)(*args, **kwargs).to(getattr(torch, call.dtype))
+        if call.target == "aten.scalar_tensor.default":
+            kwargs["dtype"] = getattr(torch, call.dtype)
+        result = _operator(call.target)(*args, **kwargs)
+        named[call.name] = result.to(getattr(torch, call.dtype)).expand(ids.shape)
 
     def per_token(name: str) -> Tensor:
         result = named[name] if isinstance(named[name], Tensor) else torch.tensor(named[name], device=ids.device)

@@ -10,16 +10,18 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..graph import Size, is_tensor, numel, prims, same, shape, target_of, value
+from ..graph import Size, aten, is_tensor, numel, prims, same, shape, target_of, value
 from .sums import is_view
 
 
 def recompute_token_terms(graph: fx.Graph, tokens: list[Size], late: set[fx.Node]) -> None:
     """Marks cheap values of the forward, one a token of a seam, that the backward reads."""
     plain: set[fx.Node] = set()
+    written = {node.args[0] for node in graph.nodes if target_of(node) is aten.copy_.default}
     for node in graph.nodes:
         if node.op == "placeholder":
-            plain.add(node)
+            if node not in written:
+                plain.add(node)
         elif node not in late and _is_cheap(node) and all(a in plain for a in node.all_input_nodes):
             plain.add(node)
     for node in plain:

@@ -130,7 +130,8 @@ class Contraction:
 
     def _sums(self, b: GraphBuilder, dtype: torch.dtype) -> fx.Node:
         tokens, device = shape(self.hot.ids), value(self.hot.ids).device
-        operand = b.full(tokens, 1, dtype, device) if self.operand is None else b.view(self.operand, tokens)
+        operand = b.full(tokens, 1, dtype, device) if self.operand is None else self._cast(b, self.operand, dtype)
+        operand = b.view(operand, tokens)
         # Ids that are nowhere in the matrix go to one more segment, which is cut off.
         outside, inside = self._outside(b)
         nowhere = b.call(aten.where.self, outside, self._number(b, self.hot.count), inside)
@@ -146,7 +147,7 @@ class Contraction:
         outside, inside = self._outside(b)
         if self.operand is None:
             return b.call(prims.convert_element_type.default, b.call(aten.logical_not.default, outside), dtype)
-        table = b.view(self.operand, [self.hot.count])
+        table = b.view(self._cast(b, self.operand, dtype), [self.hot.count])
         first = b.call(aten.where.self, outside, self._number(b, 0), inside)
         # With no segments there is nothing to read; with one more, element 0 always exists.
         zero = b.full([1], 0, value(table).dtype, value(table).device)
@@ -167,6 +168,11 @@ class Contraction:
         ids = self.hot.ids
         low = b.call(aten.lt.Scalar, ids, 0)
         return b.call(aten.logical_or.default, low, b.call(aten.ge.Scalar, ids, b.dim(self.hot.count))), ids
+
+    @staticmethod
+    def _cast(b: GraphBuilder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The operand in the dtype of the product: counts of a bool mask are integers."""
+        return x if value(x).dtype == dtype else b.call(prims.convert_element_type.default, x, dtype)
 
     def _number(self, b: GraphBuilder, number: Size) -> fx.Node:
         ids = value(self.hot.ids)

@@ -22,12 +22,16 @@ from .terms import Terms
 
 @dataclasses.dataclass
 class Stage:
-    """Sums and totals of one call; ``late`` in the backward."""
+    """Sums and totals of one call; ``late`` in the backward.
+
+    ``negative``: ids may be negative and count from the end, as no sum of the graph forbids them.
+    """
 
     ids: Ids
     count: Size
     level: int
     late: bool
+    negative: bool = True
     sums: list[Sum] = dataclasses.field(default_factory=list)
     totals: list[fx.Node] = dataclasses.field(default_factory=list)
 
@@ -68,7 +72,8 @@ def plan_stages(graph: fx.Graph, sums: list[Sum], late: set[fx.Node], with_total
         for stage in stages:
             if stage.level == level and stage.late == is_late and stage.ids.same_as(ids) and same(stage.count, count):
                 return stage
-        stages.append(Stage(ids, count, level, is_late))
+        negative = all(s.wraps for s in sums if s.ids.same_as(ids))
+        stages.append(Stage(ids, count, level, is_late, negative))
         return stages[-1]
 
     for s in sums:
@@ -76,13 +81,13 @@ def plan_stages(graph: fx.Graph, sums: list[Sum], late: set[fx.Node], with_total
     if with_totals:
         seams = [(s.ids, s.count) for s in sums]
         for node in graph.nodes:
-            if not is_total(node) or numel(shape(node)) != 1:
+            if not is_total(node) or numel(shape(node)) != 1 or value(node).dtype.is_complex:
                 continue
             place = _seam_of(node, seams)
             if place is not None:
                 stage_of(*place, depth[node], node in late).totals.append(node)
         for node in graph.nodes:
-            if is_total(node) and not any(node in stage.totals for stage in stages):
+            if is_total(node) and not value(node).dtype.is_complex and not any(node in stage.totals for stage in stages):
                 _attach(node, depth[node], node in late, stages)
     return sorted(stages, key=lambda stage: (stage.late, stage.level))
 
@@ -117,13 +122,13 @@ def _attach(total: fx.Node, level: int, late: bool, stages: list[Stage]) -> None
 
 def emit_stage(builder: GraphBuilder, stage: Stage, supported: Callable[[str], bool]) -> None:
     """Replaces the sums and totals of a stage by one call."""
-    terms = Terms(builder, stage.ids, stage.tokens, stage.count, supported)
+    terms = Terms(builder, stage.ids, stage.tokens, stage.count, supported, stage.negative)
     names = [terms.token(_widened(builder, _per_token(builder, s, stage.tokens))) for s in stage.sums]
     counted = [i for i, s in enumerate(stage.sums) if s.mean is not None]
     if counted:
         like = stage.sums[counted[0]].values
         names.append(terms.token(builder.full(shape(like), 1, torch.float32, value(like).device)))
-    totals = [terms.token(t.all_input_nodes[0]) for t in stage.totals]
+    totals = [terms.token(_as_totalled(builder, t)) for t in stage.totals]
     wraps = all(s.wraps for s in stage.sums)
     program = terms.program(list(dict.fromkeys(names)), list(dict.fromkeys(totals)), wraps)
     inputs = [list(terms.inputs[space]) for space in ("token", "segment", "scalar")]
@@ -143,6 +148,12 @@ def _per_token(builder: GraphBuilder, s: Sum, tokens: Size) -> fx.Node:
         return s.values
     index: Any = s.node.args[1]
     return builder.call(aten.expand.default, s.values, builder.dims(shape(index[0])))
+
+
+def _as_totalled(builder: GraphBuilder, total: fx.Node) -> fx.Node:
+    """What a total adds up, cast first where it was told a dtype."""
+    x, dtype = total.all_input_nodes[0], total.kwargs.get("dtype")
+    return _cast(builder, x, accumulator(dtype)) if isinstance(dtype, torch.dtype) else x
 
 
 def _widened(builder: GraphBuilder, x: fx.Node) -> fx.Node:

@@ -139,6 +139,8 @@ def _one_index(indices: Any) -> bool:
 
 def _sum_of(node: fx.Node) -> Sum | None:
     target = target_of(node)
+    if is_tensor(node) and value(node).dtype.is_complex:
+        return None
     if target is aten.index_put.default:
         return _from_index_put(node)
     if target is aten.index_add.default:

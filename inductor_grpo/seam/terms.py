@@ -42,13 +42,21 @@ class Terms:
     """The program of one stage, as far as it is written.
 
     ``supported`` says which operators (by name) a program may call; with ``fused=False`` it calls none, and each sum is
-    an input.
+    an input.  ``negative``: ids may count from the end.
     """
 
-    def __init__(self, builder: GraphBuilder, ids: Ids, tokens: Size, count: Size, supported: Callable[[str], bool]):
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        ids: Ids,
+        tokens: Size,
+        count: Size,
+        supported: Callable[[str], bool],
+        negative: bool,
+    ):
         self.builder, self.ids, self.count = builder, ids, count
         self.size = tokens
-        self.supported = supported
+        self.supported, self.negative = supported, negative
         self.inputs: dict[Space, dict[fx.Node, str]] = {"token": {}, "segment": {}, "scalar": {}}
         self.ints: dict[fx.Node, str] = {}
         self.calls: list[Call] = []
@@ -130,6 +138,8 @@ class Terms:
         if read is None or not read[1].same_as(self.ids) or not same(numel(shape(node)), self.size):
             return None
         table = read[0]
+        if read[2] and self.negative and not same(numel(shape(table)), self.count):
+            return None  # the end of the table is not that of the sums
         return table if self.ids.columns is None or same(numel(shape(table)), self.count) else None
 
     def _repeats(self, node: fx.Node) -> bool:
