@@ -28,7 +28,7 @@ log = logging.getLogger("inductor_grpo")
 
 try:
     from inductor_grpo import tokens
-    from inductor_grpo._compat import frames, retrace
+    from inductor_grpo._compat import frames, hooks, retrace
     from inductor_grpo._compat.frames import Broken, Frame, Input
     from inductor_grpo._compat.retrace import Marks, Step
 
@@ -168,9 +168,7 @@ def _without(phase: Phase, broken: Broken) -> Step:
 
 def _captures_graphs(patches: Mapping[str, Any]) -> bool:
     """CUDA graphs are captured for sizes, not for symbols: there the shapes are as in stock."""
-    import torch._inductor.config as inductor_config
-
-    return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+    return hooks.captures_graphs(patches)
 
 
 # What becomes symbolic --------------------------------------------------------------------------------------

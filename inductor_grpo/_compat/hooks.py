@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,11 @@ def run_observed(graph: torch.fx.Graph, name: str, run: Callable[[torch.fx.Graph
 
 
 # Compiling --------------------------------------------------------------------------------------------------
+
+
+def captures_graphs(patches: Mapping[str, Any] | None = None) -> bool:
+    """Whether CUDA graphs will be captured, under ``patches`` or as configured now."""
+    return bool((patches or {}).get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 def compile_fx(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
+from .._compat import hooks
 from ..graph import (
     GraphBuilder,
     Size,
@@ -126,12 +127,19 @@ class Terms:
             if not is_tensor(a):
                 return None
             if self._is_scalar(a):
+                if self._is_frozen(a):
+                    return None
                 found.append((a, "scalar"))
             elif same_sizes(shape(a), shape(node)):
                 found.append((a, space))
             else:
                 return None
         return found
+
+    def _is_frozen(self, scalar: fx.Node) -> bool:
+        """A number on the CPU, where a CUDA graph would keep the one that it was captured with."""
+        elsewhere = value(scalar).device != value(self.ids.node).device
+        return elsewhere and target_of(scalar) not in _CONSTANTS and hooks.captures_graphs()
 
     def _table(self, node: fx.Node) -> fx.Node | None:
         read = gathered(node)
