@@ -11,6 +11,7 @@ name                  meaning
 ====================  ===============================================================================
 ``min_logits_bytes``  leave heads with smaller logits alone; 0 rewrites every head; None: by device
 ``chunk_bytes``       upper bound for one chunk of logits; None (or 0): by device
+``schedule``          "auto", or "two-pass": never compute gradients in the forward
 ``accumulate``        "float32", or "param": sum weight gradients in the weight's own dtype
 ``require``           a vocabulary-sized tensor left in the graph is an error
 ``disable``           names of patterns not to use ("tiles": none of them), separated by commas
@@ -109,6 +110,7 @@ class Settings:
 
     min_logits_bytes: int | None = None
     chunk_bytes: int | None = None
+    schedule: str = "auto"
     accumulate: str = "float32"
     require: bool = False
     disable: tuple[str, ...] = ()
@@ -133,6 +135,7 @@ class Settings:
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "min_logits_bytes": _optional_size,
     "chunk_bytes": _chunk,
+    "schedule": _one_of("auto", "one-pass", "two-pass"),
     "accumulate": _one_of("float32", "param"),
     "require": _switch,
     "disable": _patterns,
@@ -145,6 +148,7 @@ _overrides: dict[str, Any] = {}
 # The type checker's view of the module's attributes; the values come from _ConfigModule.
 min_logits_bytes: int | None
 chunk_bytes: int | None
+schedule: str
 accumulate: str
 require: bool
 disable: tuple[str, ...]

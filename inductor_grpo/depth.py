@@ -8,6 +8,8 @@ the backward recomputes the logits of a chunk instead of keeping them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.fx as fx
 
@@ -30,8 +32,9 @@ def after_tangent(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def node_depths(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, int]:
-    """The depth of every node."""
+def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int] | None = None) -> dict[fx.Node, int]:
+    """The depth of every node, and of those in ``floors`` no less than given there."""
+    floors = floors or {}
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -39,7 +42,7 @@ def node_depths(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, int]:
             continue
         own = layouts.get(node)
         several = not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-        depth = 0
+        depth = floors.get(node, 0)
         for a in node.all_input_nodes:
             layout = layouts.get(a)
             inside = (

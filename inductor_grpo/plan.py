@@ -109,16 +109,17 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     Before: each head's logits and, with a backward, their gradient.  After: the buffers of one chunk or tile.
     """
     own = [d for d in drafts if d.origin in component.nodes]
-    matmuls, after = 0, 0
+    matmuls, after, late, gradients = 0, 0, False, False
     for draft in own:
         used = {c.place for exit in exits for c in exit.contributions if c.draft is draft}
         contractions = [p for p in used if draft.outputs[p].kind in ("contract", "outer", "outer_t")]
         matmuls += len(draft.projections) + len(contractions)
         after = max(after, _buffers(draft, settings))
-    backward = any(d.depth >= TANGENT_DEPTH for d in own)
-    before = component.logits_bytes * (2 if backward else 1)
+        late = late or draft.depth >= TANGENT_DEPTH
+        gradients = gradients or bool(contractions)
+    before = component.logits_bytes * (2 if late or gradients else 1)
     patterns = sorted({name for d in own for name in d.patterns or ()})
-    schedule = "two-pass" if backward else "forward"
+    schedule = "two-pass" if late else "one-pass" if gradients else "forward"
     if any(d.patterns is not None for d in own):
         schedule += ", vocabulary tiles"
     return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)

@@ -21,6 +21,7 @@ from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, 
 from .heads import find_heads
 from .layout import Layouts
 from .merge import merge
+from .one_pass import one_pass
 from .report import Location, Rejection, Report
 from .rowmap import RowMap
 from .rules import RULES
@@ -53,7 +54,9 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     builder = GraphBuilder(graph, backward)
     _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
-    region = Region(builder, layouts, node_depths(graph, layouts), kept)
+    floors = one_pass(builder, layouts, chosen) if settings.schedule != "two-pass" else {}
+    fxgraph.sort_topologically(graph)
+    region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)

@@ -1,0 +1,127 @@
+"""The one-pass schedule: a region's backward runs in its forward, chunk by chunk, on the same logits.
+
+The backward is linear in the tangent of the loss.  Where that is one number, it is taken as 1 in a twin of the backward
+from the tangent to the region's exits, and the gradients that leave the region are multiplied by the tangent
+afterwards.  The twin depends on no tangent.  When all that it reads of the rest of the graph can be known before the
+region runs, its depth is the region's own, so the engine writes forward and backward into one program: three matmuls
+instead of four.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from .components import Component
+from .depth import is_tangent, node_depths
+from .graph import GraphBuilder, aten, inputs_through_tuples, is_one, map_args, numel, prims, shape, value
+from .layout import Layouts
+from .linear import dependents, nonlinear
+
+
+def one_pass(builder: GraphBuilder, layouts: Layouts, components: list[Component]) -> dict[fx.Node, int]:
+    """Rewrites the backward of every component that can run in one pass, in place.
+
+    Returns the depth from which on the vocabulary-sized nodes of each such component are computed: what their backward
+    reads (another model's log-probs) must be there before.  Components that cannot are left as they are (two-pass).
+    """
+    floors: dict[fx.Node, int] = {}
+    done: list[_Twin] = []
+    twins = [t for c in components if (t := _twin(builder, layouts, c)) is not None]
+    groups = [twins] if _floors(builder.graph, layouts, twins) is not None else [[t] for t in twins]
+    for group in groups:
+        found = _floors(builder.graph, layouts, [*done, *group]) if group else None
+        if found is not None:
+            floors, done = found, [*done, *group]
+    for twin in done:
+        twin.put_in_place(builder)
+    return floors
+
+
+class _Twin:
+    """A component's backward with its tangent taken as 1."""
+
+    def __init__(self, component: Component, tangent: fx.Node, of: dict[fx.Node, fx.Node], exits: list[fx.Node]):
+        self.component = component
+        self.tangent = tangent
+        self.of = of
+        """Nodes of the backward -> their twins."""
+        self.exits = exits
+
+    def wide(self, layouts: Layouts) -> list[fx.Node]:
+        """The vocabulary-sized nodes that the component's programs compute."""
+        return [n for n in self.component.nodes if n not in self.of and layouts.is_wide(n)]
+
+    def put_in_place(self, builder: GraphBuilder) -> None:
+        """What reads an exit reads its twin times the tangent."""
+        factor = builder.view(self.tangent, [])
+        for exit in self.exits:
+            scaled = builder.call(aten.mul.Tensor, self.of[exit], factor)
+            if value(scaled).dtype != value(exit).dtype:
+                scaled = builder.call(prims.convert_element_type.default, scaled, value(exit).dtype)
+            exit.replace_all_uses_with(scaled)
+
+
+def _twin(builder: GraphBuilder, layouts: Layouts, component: Component) -> _Twin | None:
+    graph = builder.graph
+    depends = dependents(graph, is_tangent)
+
+    def reads_region(node: fx.Node) -> bool:
+        return any(a in component.nodes and layouts.is_wide(a) for a in inputs_through_tuples(node))
+
+    exits = [n for n in graph.nodes if depends.get(n) and not layouts.is_wide(n) and reads_region(n)]
+    tangents = frozenset().union(*(depends[n] for n in exits))
+    if len(tangents) != 1 or not _is_number(tangent := next(iter(tangents))):
+        return None
+    if any(layouts.is_wide(n) and value(n).dtype == torch.float16 for n in component.nodes):
+        return None  # a scaled loss keeps its gradients from underflowing, so the scale must be in them
+    late = {n for n, found in depends.items() if tangent in found}
+    if nonlinear(exits, late, tangent) is not None:
+        return None
+    one = builder.full(shape(tangent), 1, value(tangent).dtype, value(tangent).device)
+    of = {tangent: one}
+    needed = _ancestors(exits, late)
+    for node in list(graph.nodes):
+        if node not in needed or node is tangent:
+            continue
+        args, kwargs = map_args(node, lambda n: of.get(n, n))
+        twin = of[node] = builder.call(node.target, *args, **kwargs)
+        twin.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        if node in layouts:
+            layouts.set(twin, *layouts[node])
+        if node in component.nodes:
+            component.nodes.add(twin)
+    return _Twin(component, tangent, of, exits)
+
+
+def _is_number(tangent: fx.Node) -> bool:
+    return is_one(numel(shape(tangent))) and value(tangent).is_floating_point()
+
+
+def _ancestors(nodes: list[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    seen, work = set(nodes), list(nodes)
+    while work:
+        for a in work.pop().all_input_nodes:
+            if a in among and a not in seen:
+                seen.add(a)
+                work.append(a)
+    return seen
+
+
+def _floors(graph: fx.Graph, layouts: Layouts, twins: list[_Twin]) -> dict[fx.Node, int] | None:
+    """The least depths with which every component's programs run at one depth each; None when there are none, because
+    a backward reads something that is computed from what its own region returns."""
+    late = {n for twin in twins for n in twin.of}
+    floors: dict[fx.Node, int] = {}
+    for _ in range(2 * len(twins) + 1):
+        depths = node_depths(graph, layouts, floors)
+        settled = True
+        for twin in twins:
+            wide = [n for n in twin.wide(layouts) if n not in late]
+            level = max((depths[n] for n in wide), default=0)
+            for node in wide:
+                settled = settled and depths[node] == level
+                floors[node] = level
+        if settled:
+            return floors
+    return None
