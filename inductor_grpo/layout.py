@@ -94,6 +94,10 @@ class Layouts:
         else:
             self.unite(known.space, space)
 
+    def move(self, node: fx.Node, space: int) -> None:
+        """Gives a row value to another row space of the same rows: it combines values of both."""
+        self._layouts[node] = Layout(space, None)
+
     def conflict(self, node: fx.Node, code: str, reason: str) -> None:
         """Notes that a node cannot be streamed."""
         self.conflicts.setdefault(node, (code, reason))

@@ -14,9 +14,11 @@ import torch.fx as fx
 
 from .components import Component
 from .depth import is_tangent, node_depths
-from .graph import GraphBuilder, aten, inputs_through_tuples, is_one, map_args, numel, prims, shape, value
+from .graph import GraphBuilder, aten, inputs_through_tuples, is_one, map_args, numel, prims, same, shape, value
 from .layout import Layouts
 from .linear import dependents, nonlinear
+from .rules import RULES, is_pointwise
+from .rules.views import Identity, View
 
 
 def one_pass(builder: GraphBuilder, layouts: Layouts, components: list[Component]) -> dict[fx.Node, int]:
@@ -28,6 +30,8 @@ def one_pass(builder: GraphBuilder, layouts: Layouts, components: list[Component
     floors: dict[fx.Node, int] = {}
     done: list[_Twin] = []
     twins = [t for c in components if (t := _twin(builder, layouts, c)) is not None]
+    trained = {layouts[n].space for t in twins for n in t.of.values() if layouts.is_wide(n)}
+    _take_over_bridges(builder.graph, layouts, trained)
     groups = [twins] if _floors(builder.graph, layouts, twins) is not None else [[t] for t in twins]
     for group in groups:
         found = _floors(builder.graph, layouts, [*done, *group]) if group else None
@@ -108,20 +112,45 @@ def _ancestors(nodes: list[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
     return seen
 
 
+def _take_over_bridges(graph: fx.Graph, layouts: Layouts, trained: set[int]) -> None:
+    """Row values that combine a trained head's row values with another's (a KL term) are computed with the trained
+    head's; where both are trained, their rows are one row space."""
+    for node in graph.nodes:
+        own = layouts.get(node)
+        if own is None or own.vocab is not None or not _keeps_rows(node):
+            continue
+        for a in node.all_input_nodes:
+            other = layouts.get(a)
+            if other is None or other.vocab is not None or not same(numel(shape(a)), numel(shape(node))):
+                continue
+            space = layouts[node].space
+            if other.space != space and other.space in trained:
+                if space in trained:
+                    layouts.unite(space, other.space)
+                    trained.add(layouts.find(space))
+                else:
+                    layouts.move(node, other.space)
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    return is_pointwise(node.target) or isinstance(RULES.get(node.target), (Identity, View))
+
+
 def _floors(graph: fx.Graph, layouts: Layouts, twins: list[_Twin]) -> dict[fx.Node, int] | None:
-    """The least depths with which every component's programs run at one depth each; None when there are none, because
+    """The least depths with which the programs of every row space run at one depth; None when there are none, because
     a backward reads something that is computed from what its own region returns."""
-    late = {n for twin in twins for n in twin.of}
+    spaces: dict[int, list[fx.Node]] = {}
+    for twin in twins:
+        for node in twin.wide(layouts):
+            spaces.setdefault(layouts[node].space, []).append(node)
     floors: dict[fx.Node, int] = {}
-    for _ in range(2 * len(twins) + 1):
+    for _ in range(len(spaces) + 1):
         depths = node_depths(graph, layouts, floors)
         settled = True
-        for twin in twins:
-            wide = [n for n in twin.wide(layouts) if n not in late]
-            level = max((depths[n] for n in wide), default=0)
-            for node in wide:
-                settled = settled and depths[node] == level
-                floors[node] = level
+        for wide in spaces.values():
+            level = max(depths[n] for n in wide)
+            settled = settled and all(depths[n] == level for n in wide)
+            floors.update(dict.fromkeys(wide, level))
         if settled:
             return floors
     return None

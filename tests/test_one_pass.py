@@ -1,0 +1,395 @@
+"""The one-pass schedule: where it applies it takes three matmuls and is right; where it does not, two passes are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests import harness
+
+B, T, H, V = 3, 7, 8, 37
+N = B * T
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def inputs(dtype: torch.dtype = torch.float32, padded: bool = True) -> dict[str, Tensor]:
+    """A batch of sequences ``[B, T]`` (or ``[N]``) with a padded end each."""
+    g = torch.Generator().manual_seed(3)
+    rows = (B, T) if padded else (N,)
+    mask = (torch.arange(T)[None] < torch.tensor([[7], [4], [5]])).float()
+    return {
+        "hidden": torch.randn(*rows, H, generator=g).to(dtype).requires_grad_(),
+        "weight": (torch.randn(V, H, generator=g) * 0.5).to(dtype).requires_grad_(),
+        "labels": torch.randint(0, V, rows, generator=g),
+        "old": -3.5 + 0.3 * torch.randn(*rows, generator=g),
+        "adv": torch.randn(*((B, 1) if padded else (N,)), generator=g),
+        "mask": mask if padded else mask.reshape(N),
+    }
+
+
+def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.linear(hidden, weight).float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def clipped(ratio: Tensor, adv: Tensor) -> Tensor:
+    return -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
+
+
+def token(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    logp = log_probs(hidden, weight, labels)
+    return (clipped(torch.exp(logp - old), adv) * mask).sum() / mask.sum()
+
+
+def sequence_mean(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    logp = log_probs(hidden, weight, labels)
+    return ((clipped(torch.exp(logp - old), adv) * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def entropy_bonus(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    logp = F.linear(hidden, weight).float().log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    picked = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return ((clipped(torch.exp(picked - old), adv) - 0.01 * entropy) * mask).sum() / mask.sum()
+
+
+def kl_to_ref(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    logp = log_probs(hidden, weight, labels)
+    kl = torch.exp(old - logp) - (old - logp) - 1
+    return ((clipped(torch.exp(logp - logp.detach()), adv) + 0.04 * kl) * mask).sum() / mask.sum()
+
+
+def soft_cap(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    logits = 3 * torch.tanh(F.linear(hidden, weight).float() / 3)
+    logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return (clipped(torch.exp(logp - old), adv) * mask).sum() / mask.sum()
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    labels = torch.where(mask.bool(), labels, -100).flatten()
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, -2).float(), labels)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (token, sequence_mean, entropy_bonus, kl_to_ref, soft_cap, cross_entropy)
+}
+
+
+def schedules(facts: harness.Graphs) -> list[str]:
+    return [rewrite.schedule for report in facts.reports for rewrite in report.rewrites]
+
+
+def in_one_pass(function: Callable[..., Any], args: Any, matmuls: int = 3, **more: Any) -> harness.Graphs:
+    facts = harness.check(function, args, **more)
+    assert facts.matmuls == matmuls, f"{facts.matmuls} matmuls, {schedules(facts)}"
+    assert any(s.startswith("one-pass") for s in schedules(facts))
+    return facts
+
+
+def in_two_passes(function: Callable[..., Any], args: Any, **more: Any) -> harness.Graphs:
+    facts = harness.check(function, args, **more)
+    assert all(s.startswith("two-pass") for s in schedules(facts)), schedules(facts)
+    return facts
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("padded", [False, True], ids=["rows", "sequences"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str, dtype: str, padded: bool, dynamic: bool) -> None:
+    in_one_pass(LOSSES[name], list(inputs(DTYPES[dtype], padded).values()), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_schedule_can_be_chosen(name: str) -> None:
+    args = list(inputs().values())
+    in_two_passes(LOSSES[name], args, schedule="two-pass")
+    in_one_pass(LOSSES[name], args, schedule="one-pass")
+
+
+def test_weight_gradients_may_be_summed_in_their_own_dtype() -> None:
+    in_one_pass(token, list(inputs().values()), accumulate="param")
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_only_the_gradients_asked_for(frozen: str) -> None:
+    x = inputs()
+    x[frozen].requires_grad_(False)
+    in_one_pass(token, list(x.values()), matmuls=2)
+
+
+def test_no_gradient_no_schedule() -> None:
+    x = {name: value.detach() for name, value in inputs().items()}
+    facts = harness.check(token, list(x.values()))
+    assert facts.matmuls == 1
+    assert schedules(facts) == ["forward, vocabulary tiles"]
+
+
+def test_bias_and_temperature_have_gradients() -> None:
+    def function(hidden, weight, labels, old, adv, mask, bias, temperature):  # type: ignore[no-untyped-def]
+        logits = F.linear(hidden, weight, bias) / temperature
+        logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return (clipped(torch.exp(logp - old), adv) * mask).sum() / mask.sum()
+
+    bias, temperature = torch.randn(V).requires_grad_(), torch.tensor(0.7).requires_grad_()
+    in_one_pass(function, [*inputs().values(), bias, temperature])
+
+
+def test_low_rank_update_of_a_frozen_head() -> None:
+    def function(hidden, weight, labels, old, adv, mask, a, b):  # type: ignore[no-untyped-def]
+        logits = F.linear(hidden, weight) + F.linear(F.linear(hidden, a), b)
+        logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return (clipped(torch.exp(logp - old), adv) * mask).sum() / mask.sum()
+
+    x = inputs()
+    x["weight"].requires_grad_(False)
+    a, b = (0.3 * torch.randn(2, H)).requires_grad_(), (0.3 * torch.randn(V, 2)).requires_grad_()
+    facts = harness.graph_facts(list(x.values()), features=[H, 2])
+    harness.check(function, [*x.values(), a, b], facts=facts)
+    assert all(s.startswith("one-pass") for s in schedules(facts))
+
+
+def test_tied_embedding() -> None:
+    def function(ids, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        return token(torch.tanh(F.embedding(ids, weight)), weight, labels, old, adv, mask)
+
+    x = inputs()
+    in_one_pass(function, [x["labels"].flip(1), *list(x.values())[1:]], facts=harness.graph_facts([None, x["weight"]]))
+
+
+def test_a_reference_model_runs_first() -> None:
+    def function(hidden, weight, labels, old, adv, mask, other):  # type: ignore[no-untyped-def]
+        with torch.no_grad():
+            ref = log_probs(hidden, other, labels)
+        logp = log_probs(hidden, weight, labels)
+        kl = torch.exp(ref - logp) - (ref - logp) - 1
+        return ((clipped(torch.exp(logp - old), adv) + 0.1 * kl) * mask).sum() / mask.sum()
+
+    in_one_pass(function, [*inputs().values(), torch.randn(V, H)], matmuls=4)
+
+
+def test_two_trained_heads_that_read_each_other() -> None:
+    def function(hidden, weight, labels, old, adv, mask, other):  # type: ignore[no-untyped-def]
+        a, b = log_probs(hidden, weight, labels), log_probs(hidden, other, labels)
+        return ((a - b).square() * mask).sum() / mask.sum()
+
+    in_one_pass(function, [*inputs().values(), torch.randn(V, H).requires_grad_()], matmuls=6)
+
+
+def test_shifted_labels_and_unread_rows() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logits = F.linear(hidden, weight)[:, :-1]
+        logp = logits.log_softmax(-1).gather(-1, labels[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return (clipped(torch.exp(logp - old[:, 1:]), adv) * mask[:, 1:]).sum() / mask[:, 1:].sum()
+
+    in_one_pass(function, list(inputs().values()))
+
+
+def test_layers_before_the_head() -> None:
+    def function(hidden, weight, labels, old, adv, mask, layer):  # type: ignore[no-untyped-def]
+        return token(torch.tanh(F.linear(hidden, layer)), weight, labels, old, adv, mask)
+
+    in_one_pass(function, [*inputs().values(), torch.randn(H, H).requires_grad_()])
+
+
+def test_a_written_loop_over_chunks_is_one_region() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        total = torch.zeros(())
+        for h, y, o, a, m in zip(*(x.split(7) for x in (hidden, labels, old, adv, mask))):
+            total = total + (clipped(torch.exp(log_probs(h, weight, y) - o), a) * m).sum()
+        return total / mask.sum()
+
+    in_one_pass(function, list(inputs(padded=False).values()))
+
+
+# ---------------------------------------------------------------- what happens to the loss afterwards
+
+
+def backward(function: Callable[..., Tensor], steps: Callable[[Tensor], None], wide: bool = False) -> harness.Run:
+    args = harness.fresh(list(inputs().values()), wide)
+    with harness.widened() if wide else torch.enable_grad():
+        loss = function(*args)
+        steps(loss)
+    return harness.Run([loss.detach()], [args[0].grad, args[1].grad])
+
+
+def _plain(loss: Tensor) -> None:
+    loss.backward()
+
+
+def _scaled(loss: Tensor) -> None:
+    (loss * 3).backward()
+
+
+def _averaged(loss: Tensor) -> None:
+    (loss / 7).backward()
+
+
+def _given(loss: Tensor) -> None:
+    loss.backward(torch.tensor(-0.37, dtype=loss.dtype))
+
+
+def _twice(loss: Tensor) -> None:
+    (2 * loss).backward(retain_graph=True)
+    (loss * loss).backward()
+
+
+def _unused(loss: Tensor) -> None:
+    (loss * 0).backward()
+
+
+@pytest.mark.parametrize("how", [_plain, _scaled, _averaged, _given, _twice, _unused])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_done_with_the_loss(name: str, how: Callable[[Tensor], None]) -> None:
+    function = LOSSES[name]
+    ours = backward(harness.compiled(function, 5 * V * 4), how)
+    found = harness.problems(
+        ours, backward(function, how), backward(function, how, True), harness.FLOOR[torch.float32]
+    )
+    assert not found, found
+
+
+def test_gradients_accumulate() -> None:
+    call = harness.compiled(token, 5 * V * 4)
+
+    def steps(function: Callable[..., Tensor], wide: bool) -> harness.Run:
+        args = harness.fresh(list(inputs().values()), wide)
+        with harness.widened() if wide else torch.enable_grad():
+            losses = [function(*args), function(*args) * 0.5]
+            for loss in losses:
+                loss.backward()
+        return harness.Run([x.detach() for x in losses], [args[0].grad, args[1].grad])
+
+    assert not harness.problems(steps(call, False), steps(token, False), steps(token, True), 1e-6)
+
+
+def test_the_forward_alone_is_right() -> None:
+    args = list(inputs().values())
+    loss = harness.compiled(token, 5 * V * 4)(*args)
+    assert torch.allclose(loss, token(*args))
+
+
+# ---------------------------------------------------------------- other outputs
+
+
+def test_detached_metrics_do_not_matter() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = log_probs(hidden, weight, labels)
+        ratio = torch.exp(logp - old)
+        loss = (clipped(ratio, adv) * mask).sum() / mask.sum()
+        share = ((ratio - 1).abs() > 0.2).float().mean()
+        return loss, logp.detach(), ((logp - old) * mask).sum().detach(), share
+
+    in_one_pass(function, list(inputs().values()))
+
+
+@pytest.mark.parametrize("metric", ["logp", "kl", "both"])
+def test_differentiable_metrics_are_right(metric: str) -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = log_probs(hidden, weight, labels)
+        loss = (clipped(torch.exp(logp - old), adv) * mask).sum() / mask.sum()
+        kl = ((logp - old).square() * mask).sum() / mask.sum()
+        return {"logp": (loss, logp), "kl": (loss, kl), "both": (loss, logp, kl)}[metric]
+
+    harness.check(function, list(inputs().values()))
+
+
+def test_a_loss_a_token() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        return clipped(torch.exp(log_probs(hidden, weight, labels) - old), adv) * mask
+
+    in_two_passes(function, list(inputs().values()))
+
+
+# ---------------------------------------------------------------- what must take two passes
+
+
+def test_all_rows_first() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = log_probs(hidden, weight, labels)
+        return torch.exp((logp * mask).sum() / mask.sum() / 4).square()
+
+    in_two_passes(function, list(inputs().values()))
+
+
+def test_a_ratio_of_sums_over_all_rows() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = log_probs(hidden, weight, labels)
+        return (logp * adv).sum() / torch.exp(logp).sum()
+
+    in_two_passes(function, list(inputs().values()))
+
+
+def test_half_precision_keeps_the_scale_of_its_loss() -> None:
+    x = inputs(torch.float16)
+    call = harness.compiled(token, 5 * V * 2)
+    facts = harness.graph_facts(list(x.values()))
+    scale = 2.0**16
+    with harness.recording(facts):
+        loss = call(*x.values())
+        (loss * scale * 1e-3).backward()
+    assert all(s.startswith("two-pass") for s in schedules(facts)), schedules(facts)
+    wide = harness.fresh(x, True)
+    with harness.widened():
+        (token(*wide.values()) * scale * 1e-3).backward()
+    for name in ("hidden", "weight"):
+        ours, truth = x[name].grad, wide[name].grad
+        assert ours is not None and truth is not None
+        assert harness.error(ours, truth) < 4e-3
+
+
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.01, 0.01)
+
+
+def test_a_backward_that_is_not_linear() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = _Clip.apply(log_probs(hidden, weight, labels))
+        return (clipped(torch.exp(logp - old), adv) * mask).sum() / mask.sum()
+
+    in_two_passes(function, list(inputs().values()))
+
+
+def test_a_hook_on_the_gradient_of_hidden_sees_the_scaled_one() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        return token(_Clip.apply(torch.tanh(hidden)), weight, labels, old, adv, mask)
+
+    in_one_pass(function, list(inputs().values()))
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("row", ["nan", "inf", "masked_nan"])
+def test_non_finite_rows(row: str) -> None:
+    x = inputs()
+    with torch.no_grad():
+        place = (1, 5) if row == "masked_nan" else (0, 2)
+        x["hidden"][place] = float("inf" if row == "inf" else "nan")
+    in_one_pass(token, list(x.values()))
+
+
+def test_no_rows() -> None:
+    x = {name: value[:0].detach().requires_grad_(value.requires_grad) for name, value in inputs(padded=False).items()}
+    x["weight"] = inputs()["weight"]
+
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        return (clipped(torch.exp(log_probs(hidden, weight, labels) - old), adv) * mask).sum()
+
+    harness.check(function, list(x.values()), rewritten=False)
+
+
+def test_the_compiled_body_gives_the_same() -> None:
+    args = [*inputs().values()]
+    in_one_pass(functools.partial(token), args, codegen="inductor")
