@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
+from .graph import inputs_through_tuples
 from .layout import Layouts
 
 TANGENT_DEPTH = 1000
@@ -43,7 +44,7 @@ def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int]
         own = layouts.get(node)
         several = not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         depth = floors.get(node, 0)
-        for a in node.all_input_nodes:
+        for a in inputs_through_tuples(node):
             layout = layouts.get(a)
             inside = (
                 layout is None or several or (own is not None and (layouts.is_wide(a) or layout.space == own.space))

@@ -29,12 +29,15 @@ from .rules.reductions import Reduction, Scan
 
 
 class Refused(Exception):
-    """A component cannot be streamed; ``heads`` are the positions of its heads in the graph."""
+    """A component cannot be streamed; ``heads`` are the positions of its heads in the graph.
 
-    def __init__(self, heads: frozenset[int], rejection: Rejection) -> None:
+    ``schedule`` names another schedule in which it may be possible after all."""
+
+    def __init__(self, heads: frozenset[int], rejection: Rejection, schedule: str | None = None) -> None:
         super().__init__(rejection)
         self.heads = heads
         self.rejection = rejection
+        self.schedule = schedule
 
 
 def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> Report:
@@ -54,8 +57,10 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     builder = GraphBuilder(graph, backward)
     _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
-    floors = one_pass(builder, layouts, chosen) if settings.schedule != "two-pass" else {}
-    fxgraph.sort_topologically(graph)
+    floors: dict[fx.Node, int] = {}
+    if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen)):
+        refusals.schedule = "two-pass"
+        fxgraph.sort_topologically(graph)
     region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
@@ -74,6 +79,8 @@ class Refusals:
 
     def __init__(self, positions: dict[fx.Node, int]) -> None:
         self._positions = positions
+        self.schedule: str | None = None
+        """The schedule to try next."""
 
     def places(self, component: Component) -> frozenset[int]:
         """The positions of a component's heads."""
@@ -81,7 +88,7 @@ class Refusals:
 
     def of(self, components: list[Component], rejection: Rejection) -> Refused:
         """These components are refused together."""
-        return Refused(frozenset().union(*map(self.places, components)), rejection)
+        return Refused(frozenset().union(*map(self.places, components)), rejection, self.schedule)
 
     def at(self, components: list[Component], node: fx.Node, rejection: Rejection) -> Refused:
         """The component of a node is refused."""
