@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from .components import Component
 from .depth import is_tangent, node_depths
-from .graph import GraphBuilder, aten, inputs_through_tuples, is_one, map_args, numel, prims, same, shape, value
+from .graph import GraphBuilder, aten, inputs_through_tuples, is_one, is_tensor, map_args, numel, prims, same, shape, value
 from .layout import Layouts
 from .linear import dependents, nonlinear
 from .rules import RULES, is_pointwise
@@ -58,7 +58,10 @@ class _Twin:
 
     def put_in_place(self, builder: GraphBuilder) -> None:
         """What reads an exit reads its twin times the tangent."""
-        factor = builder.view(self.tangent, [])
+        # A second derivative is refused by torch where the backward has an input that requires a gradient, as any
+        # other schedule's has.
+        kept = [n for n in _ancestors(self.exits, None) if n.op == "placeholder" and _may_have_gradient(n)]
+        factor = builder.call(torch.ops.inductor_grpo.tangent.default, builder.view(self.tangent, []), kept)
         for exit in self.exits:
             scaled = builder.call(aten.mul.Tensor, self.of[exit], factor)
             if value(scaled).dtype != value(exit).dtype:
@@ -93,6 +96,8 @@ def _twin(builder: GraphBuilder, layouts: Layouts, component: Component) -> _Twi
         twin.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         if node in layouts:
             layouts.set(twin, *layouts[node])
+        if node in layouts.conflicts:
+            layouts.conflict(twin, *layouts.conflicts[node])
         if node in component.nodes:
             component.nodes.add(twin)
     return _Twin(component, tangent, of, exits)
@@ -102,11 +107,15 @@ def _is_number(tangent: fx.Node) -> bool:
     return is_one(numel(shape(tangent))) and value(tangent).is_floating_point()
 
 
-def _ancestors(nodes: list[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+def _may_have_gradient(node: fx.Node) -> bool:
+    return is_tensor(node) and value(node).is_floating_point() and not is_tangent(node)
+
+
+def _ancestors(nodes: list[fx.Node], among: set[fx.Node] | None) -> set[fx.Node]:
     seen, work = set(nodes), list(nodes)
     while work:
         for a in work.pop().all_input_nodes:
-            if a in among and a not in seen:
+            if (among is None or a in among) and a not in seen:
                 seen.add(a)
                 work.append(a)
     return seen

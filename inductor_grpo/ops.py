@@ -1,6 +1,6 @@
-"""The custom operators ``inductor_grpo::rows`` and ``inductor_grpo::tiles``.
+"""The custom operators ``inductor_grpo::rows``, ``inductor_grpo::tiles`` and ``inductor_grpo::tangent``.
 
-They are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its vocabulary.
+The first two are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its vocabulary.
 Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a process that never
 ran the pass.
 """
@@ -98,6 +98,20 @@ for _name, _kernel, _read in (("rows", _rows, Program.from_text), ("tiles", _til
     _library.define(_name + _ARGUMENTS, tags=_TAGS)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake(_read), lib=_library)
+
+
+
+def _tangent(tangent: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    """A copy of the 0-dim ``tangent``; ``kept`` are tensors that the gradients depend on.
+
+    A region that ran in one pass has its gradients when the backward starts.  That they are functions of ``kept`` must
+    stay visible: autograd would take a second derivative of them to be zero."""
+    return tangent.clone()
+
+
+_library.define("tangent(Tensor tangent, Tensor[] kept) -> Tensor", tags=_TAGS)
+_library.impl("tangent", _tangent, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::tangent", lambda tangent, kept: torch.empty_like(tangent), lib=_library)
 
 rows = torch.ops.inductor_grpo.rows.default
 tiles = torch.ops.inductor_grpo.tiles.default
