@@ -41,14 +41,12 @@ def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int]
         if node.op == "placeholder":
             depths[node] = TANGENT_DEPTH if is_tangent(node) else 0
             continue
-        own = layouts.get(node)
+        own = layouts.space_of(node)
         several = not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         depth = floors.get(node, 0)
         for a in inputs_through_tuples(node):
-            layout = layouts.get(a)
-            inside = (
-                layout is None or several or (own is not None and (layouts.is_wide(a) or layout.space == own.space))
-            )
+            space = layouts.space_of(a)
+            inside = space is None or several or (own is not None and (layouts.is_wide(a) or space == own))
             depth = max(depth, depths[a] + (0 if inside else 1))
         depths[node] = depth
     return depths

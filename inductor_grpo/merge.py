@@ -38,6 +38,7 @@ def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -
             program,
             tuple(draft.whole_inputs),
             tuple(draft.sizes),
+            draft if draft.group != 1 else None,  # pieces of rows are no groups
             tuple(o.kind for o in draft.outputs),
         )
         groups.setdefault(key, []).append(draft)
@@ -220,7 +221,7 @@ def _shares(a: Draft, b: Draft, exits: list[Exit]) -> bool:
         rows, whole = list(draft.row_inputs), list(draft.whole_inputs)
         return {(rows[p.hidden], whole[p.weight]) for p in draft.projections}
 
-    if a.depth != b.depth or not same_sizes([numel(a.rows)], [numel(b.rows)]):
+    if a.depth != b.depth or (1 not in (a.group, b.group) and a.group != b.group) or not same_sizes([numel(a.rows)], [numel(b.rows)]):
         return False
     if not b.projections:
         return any({id(a), id(b)} <= {id(c.draft) for c in exit.contributions} for exit in exits)

@@ -9,34 +9,52 @@ instead of four.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.fx as fx
 
 from .components import Component
 from .depth import is_tangent, node_depths
-from .graph import GraphBuilder, aten, inputs_through_tuples, is_one, is_tensor, map_args, numel, prims, same, shape, value
+from .graph import GraphBuilder, Size, aten, hint, inputs_through_tuples, is_one, is_tensor, map_args, numel, prims, same, shape, value
+from .groups import infer_groups
 from .layout import Layouts
 from .linear import dependents, nonlinear
 from .rules import RULES, is_pointwise
 from .rules.views import Identity, View
 
 
-def one_pass(builder: GraphBuilder, layouts: Layouts, components: list[Component]) -> dict[fx.Node, int]:
+def one_pass(
+    builder: GraphBuilder, layouts: Layouts, components: list[Component], limit: Callable[[fx.Node], float]
+) -> dict[fx.Node, int]:
     """Rewrites the backward of every component that can run in one pass, in place.
+
+    ``limit(head)`` is the most bytes that one group of rows (a sequence) of a head's logits may take, as chunks are
+    whole groups where the loss treats a sequence as one.
 
     Returns the depth from which on the vocabulary-sized nodes of each such component are computed: what their backward
     reads (another model's log-probs) must be there before.  Components that cannot are left as they are (two-pass).
     """
-    floors: dict[fx.Node, int] = {}
-    done: list[_Twin] = []
     twins = [t for c in components if (t := _twin(builder, layouts, c)) is not None]
     trained = {layouts[n].space for t in twins for n in t.of.values() if layouts.is_wide(n)}
     _take_over_bridges(builder.graph, layouts, trained)
+
+    def fits(space: int, length: Size) -> bool:
+        owners = [t.component for t in twins if any(layouts[n].space == space for n in t.wide(layouts))]
+        heads = [h for component in owners for h in component.heads]
+        sizes = [hint(length) * hint(h.vocabulary) * value(h.node).element_size() for h in heads]
+        return bool(heads) and max(sizes) <= limit(heads[0].node)
+
+    grouped = infer_groups(builder.graph, layouts, fits)
+    floors: dict[fx.Node, int] = {}
+    done: list[_Twin] = []
     groups = [twins] if _floors(builder.graph, layouts, twins) is not None else [[t] for t in twins]
     for group in groups:
         found = _floors(builder.graph, layouts, [*done, *group]) if group else None
         if found is not None:
             floors, done = found, [*done, *group]
+    mine = {layouts[n].space for twin in done for n in twin.wide(layouts)}
+    layouts.drop({n for n in grouped if layouts.space_of(n) not in mine})
     for twin in done:
         twin.put_in_place(builder)
     return floors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.fx as fx
 
@@ -11,7 +13,7 @@ from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .exits import Exit
-from .graph import hint, is_tensor, numel, shape, value
+from .graph import GraphBuilder, hint, is_tensor, numel, shape, value
 from .program import Program, TileProgram
 from .report import Rejection, Rewrite, human
 from .tiling import as_tiles
@@ -54,7 +56,7 @@ def tiles(
     it has no matmul that sums products of half precision in fp32, so a tile would upcast both of its products.  Where a
     chunk may only have so few rows that its matmuls starve, tiles are the better choice everywhere else.
     """
-    if "tiles" in settings.disable:
+    if "tiles" in settings.disable or draft.group != 1:
         return None
     hidden = value(next(iter(draft.row_inputs)).node)
     on_cpu, starved = hidden.device.type == "cpu", rows_of_chunk(draft, settings) < FEW_ROWS
@@ -75,6 +77,13 @@ def rows_of_chunk(draft: Draft, settings: Settings) -> int:
 
 
 FEW_ROWS = 32
+
+
+def group_bytes(settings: Settings, node: fx.Node) -> float:
+    """Bytes of logits of one sequence up to which chunks of whole sequences are the better choice."""
+    if settings.schedule == "one-pass":
+        return math.inf
+    return settings.chunk_bytes or 2 * runtime.default_chunk_bytes(value(node).device.type)
 
 
 def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], settings: Settings) -> Rejection | None:
@@ -136,5 +145,5 @@ def _buffers(draft: Draft, settings: Settings) -> int:
         if draft.patterns is not None:
             columns = min(columns, runtime.tile_columns(kind))
             limit = settings.chunk_bytes or runtime.default_tile_bytes(kind)
-        total += min(n * columns * size, max(limit, columns * size))
+        total += min(n * columns * size, max(limit, columns * size * hint(GraphBuilder.size_of(draft.group))))
     return total

@@ -61,11 +61,14 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A chunk program; ``body`` is the source of one Python function over ``torch.ops``."""
+    """A chunk program; ``body`` is the source of one Python function over ``torch.ops``.
+
+    Runs of rows are whole groups of ``group`` rows (a number, or ``"s3"`` for ``syms[3]``)."""
 
     projections: tuple[Projection, ...]
     body: str
     sinks: tuple[Sink, ...]
+    group: int | str = 1
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
@@ -80,6 +83,7 @@ class Program:
             projections=tuple(Projection(**p) for p in data["projections"]),
             body=data["body"],
             sinks=tuple(Sink(**s) for s in data["sinks"]),
+            group=data["group"],
         )
 
 

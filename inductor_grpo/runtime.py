@@ -61,9 +61,14 @@ def run(
         return _Loop(program, text, rows, whole, n, syms, device, mode).run(chunk_bytes)
 
 
+def number(size: int | str, syms: Sequence[int]) -> int:
+    """A size of a program, with ``"s3"`` looked up in ``syms``."""
+    return syms[int(size[1:])] if isinstance(size, str) else size
+
+
 def columns(sink: Sink, syms: Sequence[int]) -> int:
-    """``Sink.columns`` with ``"s3"`` looked up in ``syms``."""
-    return syms[int(sink.columns[1:])] if isinstance(sink.columns, str) else sink.columns
+    """Columns of a sink."""
+    return number(sink.columns, syms)
 
 
 def shape(sink: Sink, rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, syms: Sequence[int]) -> tuple[int, int]:
@@ -84,14 +89,17 @@ def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def chunk_rows(n: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: at most ``budget`` bytes (but one row at least), all chunks near the same size.
+def chunk_rows(n: int, row_bytes: int, budget: int, group: int = 1) -> int:
+    """Rows of a chunk: at most ``budget`` bytes (but one group of rows at least), all chunks near the same size.
 
     Large chunks are multiples of 256 rows (full matmul tiles), small ones of 16 (aligned slices of row operands).
     """
     most = max(1, budget // max(1, row_bytes))
     if most >= n:
         return max(1, n)
+    if group > 1:
+        groups, most = n // group, max(1, most // group)
+        return group * -(-groups // -(-groups // most))
     step = 512 if most >= 2048 else 256 if most >= 512 else 16 if most >= 32 else 1
     most -= most % step
     even = -(-n // -(-n // most))
@@ -120,12 +128,13 @@ class _Loop:
     ):
         self.program, self.text, self.device, self.mode = program, text, device, mode
         self.rows, self.whole, self.n, self.syms = rows, whole, n, tuple(syms)
+        self.group = number(self.program.group, self.syms)
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
 
     def run(self, chunk_bytes: int) -> list[Tensor]:
         n, sinks = self.n, self.program.sinks
-        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes())
+        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes(), self.group)
         single = size >= n
         outputs: list[Tensor | None] = []
         sums: dict[int, Sum] = {}

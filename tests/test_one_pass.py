@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import harness
+from tests.corpus.variants import VARIANTS
 
 B, T, H, V = 3, 7, 8, 37
 N = B * T
@@ -205,6 +206,75 @@ def test_a_written_loop_over_chunks_is_one_region() -> None:
         return total / mask.sum()
 
     in_one_pass(function, list(inputs(padded=False).values()))
+
+
+# ---------------------------------------------------------------- whole sequences
+
+SEQUENCES = ["GSPO01", "GSPO02", "GSPO04", "GSPO07", "GSPO11", "GSPO24", "LUSPO01", "VESPO01"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("id", SEQUENCES)
+def test_ratios_of_sequences(id: str, dtype: str, dynamic: bool) -> None:
+    """Two sequences of 7 tokens, a chunk each."""
+    args = VARIANTS[id].factory("cpu", DTYPES[dtype], True)
+    in_one_pass(VARIANTS[id].function, args, dynamic=dynamic, rows=7)
+
+
+def sequence_ratio(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    logp = log_probs(hidden, weight, labels)
+    ratio = torch.exp(((logp - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True))
+    return (clipped(ratio, adv) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("rows", [7, 13, 14, 21, 100])
+def test_chunks_are_whole_sequences(rows: int) -> None:
+    in_one_pass(sequence_ratio, list(inputs().values()), rows=rows)
+
+
+def test_sequences_that_are_too_long_for_a_chunk() -> None:
+    in_two_passes(sequence_ratio, list(inputs().values()), rows=6)
+    in_one_pass(sequence_ratio, list(inputs().values()), rows=6, schedule="one-pass")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_compiled_body_sums_over_sequences(dynamic: bool) -> None:
+    in_one_pass(sequence_ratio, list(inputs().values()), rows=8, codegen="inductor", dynamic=dynamic)
+
+
+def test_sequences_of_another_batch_reuse_the_compiled_function() -> None:
+    call = harness.compiled(sequence_ratio, 8 * V * 4, dynamic=True)
+    for batch, tokens in ((3, 7), (2, 7), (4, 5), (5, 3)):
+        g = torch.Generator().manual_seed(batch)
+        rows = (batch, tokens)
+        args = [torch.randn(*rows, H, generator=g), inputs()["weight"], torch.randint(0, V, rows, generator=g)]
+        args += [torch.randn(*rows, generator=g) - 3.5, torch.randn(batch, 1, generator=g), torch.ones(rows)]
+        args[0].requires_grad_()
+        found = harness.problems(
+            harness.run(call, args),
+            harness.run(sequence_ratio, args),
+            harness.run(sequence_ratio, args, wide=True),
+            harness.FLOOR[torch.float32],
+        )
+        assert not found, found
+
+
+def test_sums_over_two_lengths() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = log_probs(hidden, weight, labels).view(2, 2, 7)
+        return torch.exp(logp.mean(-1)).sum() + torch.exp(logp.mean((-2, -1))).sum()
+
+    x = inputs()
+    args = [torch.randn(28, H).requires_grad_(), x["weight"], torch.randint(0, V, (28,)), *list(x.values())[3:]]
+    in_two_passes(function, args, rows=14)
+
+
+def test_sums_over_the_batch_are_no_sequences() -> None:
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        return torch.exp(log_probs(hidden, weight, labels).mean(0)).sum()
+
+    in_two_passes(function, list(inputs().values()), rows=14)
 
 
 # ---------------------------------------------------------------- what happens to the loss afterwards
