@@ -9,14 +9,14 @@ instead of four.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.fx as fx
 
+from . import plan
 from .components import Component
+from .config import Settings
 from .depth import is_tangent, node_depths
-from .graph import GraphBuilder, Size, aten, hint, inputs_through_tuples, is_one, is_tensor, map_args, numel, prims, same, shape, value
+from .graph import GraphBuilder, Size, aten, hint, inputs_through_tuples, is_one, is_tensor, map_args, numel, prims, same, shape, target_of, value
 from .groups import infer_groups
 from .layout import Layouts
 from .linear import dependents, nonlinear
@@ -25,12 +25,9 @@ from .rules.views import Identity, View
 
 
 def one_pass(
-    builder: GraphBuilder, layouts: Layouts, components: list[Component], limit: Callable[[fx.Node], float]
+    builder: GraphBuilder, layouts: Layouts, components: list[Component], settings: Settings
 ) -> dict[fx.Node, int]:
     """Rewrites the backward of every component that can run in one pass, in place.
-
-    ``limit(head)`` is the most bytes that one group of rows (a sequence) of a head's logits may take, as chunks are
-    whole groups where the loss treats a sequence as one.
 
     Returns the depth from which on the vocabulary-sized nodes of each such component are computed: what their backward
     reads (another model's log-probs) must be there before.  Components that cannot are left as they are (two-pass).
@@ -42,8 +39,7 @@ def one_pass(
     def fits(space: int, length: Size) -> bool:
         owners = [t.component for t in twins if any(layouts[n].space == space for n in t.wide(layouts))]
         heads = [h for component in owners for h in component.heads]
-        sizes = [hint(length) * hint(h.vocabulary) * value(h.node).element_size() for h in heads]
-        return bool(heads) and max(sizes) <= limit(heads[0].node)
+        return bool(heads) and all(plan.group_fits(h, length, settings) for h in heads)
 
     grouped = infer_groups(builder.graph, layouts, fits)
     floors: dict[fx.Node, int] = {}
@@ -56,7 +52,7 @@ def one_pass(
     mine = {layouts[n].space for twin in done for n in twin.wide(layouts)}
     layouts.drop({n for n in grouped if layouts.space_of(n) not in mine})
     for twin in done:
-        twin.put_in_place(builder)
+        twin.put_in_place(builder, settings)
     return floors
 
 
@@ -74,17 +70,26 @@ class _Twin:
         """The vocabulary-sized nodes that the component's programs compute."""
         return [n for n in self.component.nodes if n not in self.of and layouts.is_wide(n)]
 
-    def put_in_place(self, builder: GraphBuilder) -> None:
+    def put_in_place(self, builder: GraphBuilder, settings: Settings) -> None:
         """What reads an exit reads its twin times the tangent."""
         # A second derivative is refused by torch where the backward has an input that requires a gradient, as any
         # other schedule's has.
         kept = [n for n in _ancestors(self.exits, None) if n.op == "placeholder" and _may_have_gradient(n)]
         factor = builder.call(torch.ops.inductor_grpo.tangent.default, builder.view(self.tangent, []), kept)
+        keeps_sums = plan.keeps_sums(self.component, settings)
         for exit in self.exits:
-            scaled = builder.call(aten.mul.Tensor, self.of[exit], factor)
-            if value(scaled).dtype != value(exit).dtype:
-                scaled = builder.call(prims.convert_element_type.default, scaled, value(exit).dtype)
+            scaled, dtype = self.of[exit], value(exit).dtype
+            if keeps_sums and self._is_sum_of_rows(exit) and dtype.itemsize < 4:
+                # Rounded once, after the product: the chunks' sum is float32 anyway.
+                scaled = builder.call(prims.convert_element_type.default, scaled, torch.float32)
+            scaled = builder.call(aten.mul.Tensor, scaled, factor)
+            if value(scaled).dtype != dtype:
+                scaled = builder.call(prims.convert_element_type.default, scaled, dtype)
             exit.replace_all_uses_with(scaled)
+
+    def _is_sum_of_rows(self, exit: fx.Node) -> bool:
+        rows = {str(numel(shape(h.hidden)[:1] if h.vocab else shape(h.hidden)[1:])) for h in self.component.heads}
+        return target_of(exit) is aten.mm.default and str(shape(exit.args[0])[1]) in rows
 
 
 def _twin(builder: GraphBuilder, layouts: Layouts, component: Component) -> _Twin | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.fx as fx
 
@@ -13,7 +11,8 @@ from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .exits import Exit
-from .graph import GraphBuilder, hint, is_tensor, numel, shape, value
+from .graph import GraphBuilder, Size, hint, is_tensor, numel, shape, value
+from .heads import Head
 from .program import Program, TileProgram
 from .report import Rejection, Rewrite, human
 from .tiling import as_tiles
@@ -79,11 +78,20 @@ def rows_of_chunk(draft: Draft, settings: Settings) -> int:
 FEW_ROWS = 32
 
 
-def group_bytes(settings: Settings, node: fx.Node) -> float:
-    """Bytes of logits of one sequence up to which chunks of whole sequences are the better choice."""
+def group_fits(head: Head, length: Size, settings: Settings) -> bool:
+    """Chunks of whole sequences of ``length`` rows are small enough, so that one pass over them is the better choice."""
     if settings.schedule == "one-pass":
-        return math.inf
-    return settings.chunk_bytes or 2 * runtime.default_chunk_bytes(value(node).device.type)
+        return True
+    limit = settings.chunk_bytes or 2 * runtime.default_chunk_bytes(value(head.node).device.type)
+    return hint(length) * hint(head.vocabulary) * value(head.node).element_size() <= limit
+
+
+def keeps_sums(component: Component, settings: Settings) -> bool:
+    """Weight gradients stay in the float32 of their sums until they are multiplied by the tangent: where there are such
+    sums, and where that saves a pass over them (on a CPU it would cost one)."""
+    device = value(component.heads[0].node).device.type
+    limit = settings.chunk_bytes or runtime.default_chunk_bytes(device)
+    return device != "cpu" and settings.accumulate == "float32" and component.logits_bytes > limit
 
 
 def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], settings: Settings) -> Rejection | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inductor_grpo import body as bodies
 from inductor_grpo._compat import codegen
+from inductor_grpo.live_rows import LiveRows, pack
 from inductor_grpo.program import Program, Sink
 
 MIB = 2**20
@@ -129,6 +130,7 @@ class _Loop:
         self.program, self.text, self.device, self.mode = program, text, device, mode
         self.rows, self.whole, self.n, self.syms = rows, whole, n, tuple(syms)
         self.group = number(self.program.group, self.syms)
+        self.live = LiveRows(text, device, n)
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
 
@@ -151,6 +153,7 @@ class _Loop:
             sums[position] = Sum(fresh)
         if n:
             self._chunks(size, outputs, sums)
+            self.live.finish()
         for position, total in sums.items():
             result = total.tensor.to(dtype(sinks[position].dtype))
             outputs[position] = total.tensor = result  # frees the accumulator before the next cast
@@ -162,7 +165,7 @@ class _Loop:
         widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
         body = self._body(widths, outputs, sums)
         # Summed from the buffer that holds the value: inside the body the sum would need a copy of it.
-        late_totals = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
+        late = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
         used_whole = [self.whole[i] for i in self.uses.whole]
         used_syms = [self.syms[i] for i in self.uses.syms]
         operands: list[Tensor] = []
@@ -182,19 +185,46 @@ class _Loop:
                 targets.append(sums[position].tensor if out_ is None else out_[start:stop])
             used_rows = [self.rows[i][start:stop].contiguous() for i in self.uses.rows]
             operands = body.run(count, logits, used_rows, used_whole, used_syms, targets, widths)
-            by_value = dict(zip(body.plan.operands, operands, strict=True))
-            for position, sink in enumerate(sinks):
-                if sink.kind == "contract":
-                    result = cast(Tensor, outputs[position])
-                    self._contract(by_value[sink.value], self.whole[sink.input], result[start:stop])
-                elif sink.kind in ("outer", "outer_t"):
-                    value, other = by_value[sink.value], self.rows[sink.input][start:stop]
-                    left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
-                    add_product(sums[position], left, right)
-                elif position in late_totals:
-                    value = by_value[sink.value]
-                    sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
-            del operands, by_value, used_rows, targets
+            in_place = dict(body.plan.in_place)
+            for place in body.plan.operands:
+                mine = [i for i, s in enumerate(sinks) if s.value == place and (s.operand is not None or i in late)]
+                self._multiply(operands.pop(0), place in in_place, [(i, sinks[i]) for i in mine], start, stop, outputs, sums)
+            del operands, used_rows, targets
+
+    def _multiply(
+        self,
+        value: Tensor,
+        owned: bool,
+        sinks: Sequence[tuple[int, Sink]],
+        start: int,
+        stop: int,
+        outputs: Sequence[Tensor | None],
+        sums: dict[int, Sum],
+    ) -> None:
+        """Everything that one gradient ``value`` ``[stop - start, V]`` of a chunk is multiplied with or summed to.
+
+        ``owned``: its memory may be overwritten."""
+        weights = [self.whole[s.input] for _, s in sinks if s.kind == "contract"]
+        others = {i: self.rows[s.input][start:stop] for i, s in sinks if s.kind in ("outer", "outer_t")}
+        rows = self.live.of(value, weights, list(others.values()))
+        if rows is not None:
+            value = pack(value, rows, owned)
+            others = {i: other.index_select(0, rows) for i, other in others.items()}
+        for position, sink in sinks:
+            if sink.kind == "contract":
+                result = cast(Tensor, outputs[position])[start:stop]
+                if rows is None:
+                    self._contract(value, self.whole[sink.input], result)
+                else:
+                    packed = self._empty((value.shape[0], result.shape[1]), result.dtype)
+                    self._contract(value, self.whole[sink.input], packed)
+                    result.zero_().index_copy_(0, rows, packed)
+            elif sink.kind == "total":
+                sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
+            else:
+                other = others[position]
+                left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
+                add_product(sums[position], left, right)
 
     def _empty(self, dims: tuple[int, int], kind: torch.dtype) -> Tensor:
         return torch.empty(dims, dtype=kind, device=self.device)

@@ -58,8 +58,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
     floors: dict[fx.Node, int] = {}
-    limit = functools.partial(plan.group_bytes, settings)
-    if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, limit)):
+    if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, settings)):
         refusals.schedule = "two-pass"
         fxgraph.sort_topologically(graph)
     region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inductor_grpo import runtime
+from inductor_grpo.live_rows import pack
 from tests import harness
 from tests.corpus.variants import VARIANTS
 
@@ -463,3 +465,83 @@ def test_no_rows() -> None:
 def test_the_compiled_body_gives_the_same() -> None:
     args = [*inputs().values()]
     in_one_pass(functools.partial(token), args, codegen="inductor")
+
+
+# ---------------------------------------------------------------- rows without a gradient
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every gradient matmul that a chunk runs."""
+    found: list[int] = []
+    contract, add_product = runtime._Loop._contract, runtime.add_product
+
+    def record_contract(value: Tensor, weight: Tensor, out: Tensor) -> None:
+        found.append(value.shape[0])
+        contract(value, weight, out)
+
+    def record_product(total: runtime.Sum, left: Tensor, right: Tensor) -> None:
+        found.append(right.shape[0])
+        add_product(total, left, right)
+
+    monkeypatch.setattr(runtime._Loop, "_contract", staticmethod(record_contract))
+    monkeypatch.setattr(runtime, "add_product", record_product)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["one-pass", "two-pass"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_a_gradient_cost_no_gradient_matmuls(schedule: str, dtype: str, multiplied: list[int]) -> None:
+    x = inputs(DTYPES[dtype], padded=False)
+    x["mask"], x["adv"] = torch.ones(N), torch.ones(N)
+    x["old"] = log_probs(x["hidden"], x["weight"], x["labels"]).detach()  # nothing is clipped
+    more: dict[str, Any] = {"rows": 9, "schedule": schedule, "disable": ["tiles"]}
+    harness.check(token, list(x.values()), **more)
+    assert sum(multiplied) == 2 * N
+    multiplied.clear()
+    x["mask"] = torch.zeros(N)
+    x["mask"][[0, 3, 4, 11, 20]] = 1
+    harness.check(token, list(x.values()), rewritten=False, **more)  # compiled before
+    assert sum(multiplied) == 2 * 5
+
+
+def test_no_row_has_a_gradient(multiplied: list[int]) -> None:
+    x = inputs(padded=False)
+    x["adv"] = torch.zeros(N)
+    harness.check(token, list(x.values()), rows=9)
+    assert sum(multiplied) == 0
+
+
+def test_clipped_rows_have_no_gradient(multiplied: list[int]) -> None:
+    x = inputs(padded=False)
+    x["mask"] = torch.ones(N)
+    x["adv"] = torch.ones(N)
+    x["old"] = torch.where(torch.arange(N) % 3 == 0, -20.0, 0.0)
+    in_one_pass(token, list(x.values()), rows=9)
+    assert sum(multiplied) == 2 * 14
+
+
+@pytest.mark.parametrize("where", ["dead", "live", "weight"])
+@pytest.mark.parametrize("schedule", ["one-pass", "two-pass"])
+def test_what_is_not_finite_spreads_as_in_eager(where: str, schedule: str) -> None:
+    def selected(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        return torch.where(mask.bool(), log_probs(hidden, weight, labels) * adv, 0.0).sum()
+
+    for function in (token, selected):
+        x = inputs(padded=False)
+        x["mask"] = (torch.arange(N) % 4 == 0).float()
+        with torch.no_grad():
+            if where == "weight":
+                x["weight"][5, 2] = float("inf")
+            else:
+                x["hidden"][1 if where == "dead" else 4, 3] = float("nan")
+        harness.check(function, list(x.values()), rows=9, schedule=schedule)
+
+
+def test_packing_where_it_lies() -> None:
+    value = torch.arange(1000.0).repeat(3, 1).t().contiguous()
+    for share in (0.02, 0.5, 0.99):
+        rows = (torch.rand(1000, generator=torch.Generator().manual_seed(1)) < share).nonzero().squeeze(1)
+        packed = pack(value.clone(), rows, in_place=True)
+        assert torch.equal(packed, value[rows])
+        assert torch.equal(pack(value, rows, in_place=False), value[rows])
