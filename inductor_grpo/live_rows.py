@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,16 @@ from torch import Tensor
 from inductor_grpo._compat import codegen
 
 PROBE_COLUMNS = 64
-# Dead rows from which compaction pays, as a share of a chunk's rows.
-LEAST_SHARE = 1 / 16
-# Rows moved at once when a chunk is compacted where it lies.
+# The hidden size with which moving a row of logits costs as much as its two matmuls save.
+MOVE_COST: dict[str, float] = {"cpu": 32, "cuda": 600}
+# Rows moved at once when a chunk is packed where it lies.
 BLOCK_ROWS = 256
+
+
+def least_share(hidden: int, device: str) -> float:
+    """Share of dead rows from which leaving them out pays."""
+    cost = MOVE_COST.get(device, MOVE_COST["cuda"])
+    return cost / (hidden + cost)
 
 
 class _Watch:
@@ -43,7 +50,9 @@ class _Watch:
 
     def send(self, dead: Tensor, rows: int) -> None:
         """Starts the way of a count to the host."""
-        if self._pending is None:
+        if dead.device.type == "cpu":
+            self.share = dead.item() / max(1, rows)
+        elif self._pending is None:
             host = torch.empty((), dtype=dead.dtype, pin_memory=True)
             host.copy_(dead, non_blocking=True)
             event = torch.cuda.Event()
@@ -55,12 +64,45 @@ _watches: dict[str, _Watch] = {}
 _lock = threading.Lock()
 
 
-class LiveRows:
-    """Finds and packs the live rows of one run of a program; ``text`` is the program, ``n`` its rows."""
+class Packing(NamedTuple):
+    """The ``order`` of live rows that moves few of them: positions ``[k]`` of the rows, of which those in ``holes`` are
+    filled from ``fillers`` and the others lie where they are."""
 
-    def __init__(self, text: str, device: torch.device, n: int) -> None:
+    order: Tensor
+    holes: Tensor
+    fillers: Tensor
+
+    @staticmethod
+    def of(live: Tensor) -> Packing:
+        """From the flags ``[n]`` of the live rows; waits for the device."""
+        flags = live.to(device="cpu", dtype=torch.bool)
+        count = int(flags.sum())
+        holes = flags[:count].logical_not().nonzero().squeeze(1)
+        fillers = flags[count:].nonzero().squeeze(1) + count
+        order = torch.arange(count)
+        order[holes] = fillers
+        return Packing(*(x.to(live.device, non_blocking=True) for x in (order, holes, fillers)))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The live rows of ``x``, copied."""
+        return x.index_select(0, self.order)
+
+    def rows_in_place(self, x: Tensor) -> Tensor:
+        """The live rows of ``x``, moved to the front of its own memory."""
+        for start in range(0, self.holes.shape[0], BLOCK_ROWS):
+            part = slice(start, start + BLOCK_ROWS)
+            x.index_copy_(0, self.holes[part], x.index_select(0, self.fillers[part]))
+        return x[: self.order.shape[0]]
+
+
+class LiveRows:
+    """Finds the live rows of the chunks in one run of a program; ``text`` is the program, ``n`` its rows, ``hidden``
+    the columns of its gradients."""
+
+    def __init__(self, text: str, device: torch.device, n: int, hidden: int) -> None:
         self._n = n
-        self._looks = device.type == "cpu"
+        self._least = least_share(hidden, device.type)
+        self._on_cpu = self._looks = device.type == "cpu"
         self._watch: _Watch | None = None
         self._dead: Tensor | None = None
         self._finite: dict[int, bool] = {}
@@ -68,31 +110,31 @@ class LiveRows:
             with _lock:
                 self._watch = _watches.setdefault(text, _Watch())
                 self._watch.update()
-            self._looks = self._watch.share >= LEAST_SHARE
+                self._looks = self._watch.share >= self._least
 
-    def of(self, value: Tensor, weights: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor | None:
-        """Positions of the live rows of a gradient ``value`` ``[n, V]``, or None to take all rows.
+    def of(self, value: Tensor, weights: Sequence[Tensor], operands: Sequence[Tensor]) -> Packing | None:
+        """The live rows of a gradient ``value`` ``[n, V]``, or None to take all rows.
 
         ``weights`` are what it is multiplied with from the right, ``operands`` ``[n, H]`` what its transpose is."""
         if self._watch is None and not self._looks:
             return None
-        if not self._looks or value.device.type == "cpu":
+        if not self._looks or self._on_cpu:
             seemingly = value[:, :PROBE_COLUMNS].ne(0).any(1).logical_not_().sum()
             if not self._looks:
                 self._dead = seemingly if self._dead is None else self._dead.add_(seemingly)
                 return None
-            if seemingly.item() < LEAST_SHARE * value.shape[0]:
+            if seemingly.item() < self._least * value.shape[0]:
                 return None
-        live = _largest(value).ne_(0)
+        live = _largest(value).ne(0)
         for operand in operands:
             live.logical_or_(_largest(operand).isfinite().logical_not_())
-        rows = live.to(torch.bool).nonzero().squeeze(1)
-        dead = value.shape[0] - rows.shape[0]
+        packing = Packing.of(live)
+        dead = value.shape[0] - packing.order.shape[0]
         if self._watch is not None:
-            self._dead = dead + (0 if self._dead is None else self._dead)
-        if dead < LEAST_SHARE * value.shape[0] or not all(map(self._is_finite, weights)):
+            self._dead = torch.tensor(dead) if self._dead is None else self._dead.add_(dead)
+        if dead < self._least * value.shape[0] or not all(map(self._is_finite, weights)):
             return None
-        return rows
+        return packing
 
     def _is_finite(self, weight: Tensor) -> bool:
         key = id(weight)
@@ -102,24 +144,11 @@ class LiveRows:
 
     def finish(self) -> None:
         """After the last chunk: what this step found decides how the next looks."""
-        if self._watch is None or self._dead is None:
-            return
-        if isinstance(self._dead, Tensor):
-            self._watch.send(self._dead, self._n)
-        else:
-            self._watch.share = self._dead / max(1, self._n)
+        if self._watch is not None and self._dead is not None:
+            with _lock:
+                self._watch.send(self._dead, self._n)
 
 
 def _largest(x: Tensor) -> Tensor:
+    """``[n]``: the largest magnitude of each row; nan where it has one."""
     return torch.linalg.vector_norm(x, math.inf, dim=1)
-
-
-def pack(value: Tensor, rows: Tensor, in_place: bool) -> Tensor:
-    """``value[rows]`` for ascending ``rows``; ``in_place`` packs them to the front of ``value``'s own memory."""
-    if not in_place:
-        return value.index_select(0, rows)
-    count = rows.shape[0]
-    for start in range(0, count, BLOCK_ROWS):
-        block = rows[start : start + BLOCK_ROWS]
-        value[start : start + block.shape[0]] = value.index_select(0, block)  # reads at or after where it writes
-    return value[:count]

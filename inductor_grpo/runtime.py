@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inductor_grpo import body as bodies
 from inductor_grpo._compat import codegen
-from inductor_grpo.live_rows import LiveRows, pack
+from inductor_grpo.live_rows import LiveRows
 from inductor_grpo.program import Program, Sink
 
 MIB = 2**20
@@ -130,7 +130,9 @@ class _Loop:
         self.program, self.text, self.device, self.mode = program, text, device, mode
         self.rows, self.whole, self.n, self.syms = rows, whole, n, tuple(syms)
         self.group = number(self.program.group, self.syms)
-        self.live = LiveRows(text, device, n)
+        hidden = [self.whole[s.input].shape[1] for s in self.program.sinks if s.kind == "contract"]
+        hidden += [self.rows[s.input].shape[1] for s in self.program.sinks if s.kind in ("outer", "outer_t")]
+        self.live = LiveRows(text, device, n, max(hidden, default=0))
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
 
@@ -206,19 +208,19 @@ class _Loop:
         ``owned``: its memory may be overwritten."""
         weights = [self.whole[s.input] for _, s in sinks if s.kind == "contract"]
         others = {i: self.rows[s.input][start:stop] for i, s in sinks if s.kind in ("outer", "outer_t")}
-        rows = self.live.of(value, weights, list(others.values()))
-        if rows is not None:
-            value = pack(value, rows, owned)
-            others = {i: other.index_select(0, rows) for i, other in others.items()}
+        packing = self.live.of(value, weights, list(others.values()))
+        if packing is not None:
+            value = packing.rows_in_place(value) if owned else packing.rows(value)
+            others = {i: packing.rows(other) for i, other in others.items()}
         for position, sink in sinks:
             if sink.kind == "contract":
                 result = cast(Tensor, outputs[position])[start:stop]
-                if rows is None:
+                if packing is None:
                     self._contract(value, self.whole[sink.input], result)
                 else:
                     packed = self._empty((value.shape[0], result.shape[1]), result.dtype)
                     self._contract(value, self.whole[sink.input], packed)
-                    result.zero_().index_copy_(0, rows, packed)
+                    result.zero_().index_copy_(0, packing.order, packed)
             elif sink.kind == "total":
                 sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
             else:
