@@ -175,7 +175,6 @@ class Draft:
         )
         return Sink(out.kind, value, operand, columns, dtype, running)
 
-
     def _number(self, size: int | fx.Node) -> int | str:
         return size if isinstance(size, int) else f"s{self.sizes.setdefault(size, len(self.sizes))}"
 

@@ -1,8 +1,9 @@
 """Groups of rows: what a loss computes per sequence of a ``[B, T]`` batch, inside of a chunk program.
 
 A sum over the last row dimensions leaves one value a group of ``T`` consecutive rows.  Where chunks are whole groups,
-such a value is local to a chunk.  Its canonical form there is ``[n, 1]`` like that of a row value, repeated for each row
-of its group, so that broadcasting it back to the rows is nothing and pointwise operations need no rules of their own.
+such a value is local to a chunk.  Its canonical form there is ``[n, 1]`` like that of a row value, repeated for each
+row of its group, so that broadcasting it back to the rows is nothing and pointwise operations need no rules of their
+own.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def infer_groups(graph: fx.Graph, layouts: Layouts, fits: Callable[[int, Size], 
         for node in graph.nodes:
             if node.op != "call_function" or not is_tensor(node) or node in layouts or layouts.group(node) is not None:
                 continue
-            if node in layouts.conflicts or (group := _group_of(layouts, node)) is None:
+            if node in layouts.conflicts or (kind := _group_of(layouts, node)) is None:
                 continue
-            is_row, group = group
+            is_row, group = kind
             known = lengths.get(group.space)
             if (known is not None and not same(known, group.length)) or not fits(group.space, group.length):
                 continue
@@ -100,4 +101,3 @@ def _broadcast(sizes: list[Size], result: list[Size], group: Group) -> bool | No
     real = [d for d, size in enumerate(result) if not is_one(size)]
     trailing = stretched == real[-len(stretched) :] and all(is_one(padded[d]) for d in stretched)
     return True if trailing and same(numel(result[d] for d in stretched), group.length) else None
-

@@ -1,12 +1,12 @@
 """Rows without a gradient: padding, masked and clipped tokens, groups without an advantage.
 
 The gradient of such a row's logits is exactly zero, all of it, so it adds nothing to the gradient of the weight and its
-own gradient of hidden is zero.  The matmuls of a chunk run over the other rows alone.  Nothing is approximated, and what
-is not finite stays so: a row whose hidden state has a nan or an infinity counts as live (0 * inf is nan), and with such a
-weight every row does.
+own gradient of hidden is zero.  The matmuls of a chunk run over the other rows alone.  Nothing is approximated, and
+what is not finite stays so: a row whose hidden state has a nan or an infinity counts as live (0 * inf is nan), and with
+such a weight every row does.
 
-Which rows are live is known on the device only once the chunk's gradient is.  A CPU looks at once.  CUDA has to wait for
-the answer, so it first watches: a few columns of each row say, a step later and without waiting, how many rows seem
+Which rows are live is known on the device only once the chunk's gradient is.  A CPU looks at once.  CUDA has to wait
+for the answer, so it first watches: a few columns of each row say, a step later and without waiting, how many rows seem
 dead.  Only where they were many does a step wait for each chunk's answer.
 """
 

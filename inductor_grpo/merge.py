@@ -13,7 +13,21 @@ import torch.fx as fx
 
 from .draft import Draft, RowInput
 from .exits import Contribution, Exit, Piece
-from .graph import GraphBuilder, Size, arg, aten, hint, is_tensor, node_arg, numel, prims, same, same_sizes, shape, target_of
+from .graph import (
+    GraphBuilder,
+    Size,
+    arg,
+    aten,
+    hint,
+    is_tensor,
+    node_arg,
+    numel,
+    prims,
+    same,
+    same_sizes,
+    shape,
+    target_of,
+)
 from .rowmap import RowMap, Step, partition
 from .rules.selection import select_step, slice_step
 
@@ -221,7 +235,11 @@ def _shares(a: Draft, b: Draft, exits: list[Exit]) -> bool:
         rows, whole = list(draft.row_inputs), list(draft.whole_inputs)
         return {(rows[p.hidden], whole[p.weight]) for p in draft.projections}
 
-    if a.depth != b.depth or (1 not in (a.group, b.group) and a.group != b.group) or not same_sizes([numel(a.rows)], [numel(b.rows)]):
+    if (
+        a.depth != b.depth
+        or (1 not in (a.group, b.group) and a.group != b.group)
+        or not same_sizes([numel(a.rows)], [numel(b.rows)])
+    ):
         return False
     if not b.projections:
         return any({id(a), id(b)} <= {id(c.draft) for c in exit.contributions} for exit in exits)

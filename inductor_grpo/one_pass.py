@@ -16,7 +16,21 @@ from . import plan
 from .components import Component
 from .config import Settings
 from .depth import is_tangent, node_depths
-from .graph import GraphBuilder, Size, aten, hint, inputs_through_tuples, is_one, is_tensor, map_args, numel, prims, same, shape, target_of, value
+from .graph import (
+    GraphBuilder,
+    Size,
+    aten,
+    inputs_through_tuples,
+    is_one,
+    is_tensor,
+    map_args,
+    numel,
+    prims,
+    same,
+    shape,
+    target_of,
+    value,
+)
 from .groups import infer_groups
 from .layout import Layouts
 from .linear import dependents, nonlinear

@@ -1,7 +1,7 @@
 """The custom operators ``inductor_grpo::rows``, ``inductor_grpo::tiles`` and ``inductor_grpo::tangent``.
 
-The first two are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its vocabulary.
-Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a process that never
+The first two are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its
+vocabulary.  Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a process that never
 ran the pass.
 """
 
@@ -98,7 +98,6 @@ for _name, _kernel, _read in (("rows", _rows, Program.from_text), ("tiles", _til
     _library.define(_name + _ARGUMENTS, tags=_TAGS)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake(_read), lib=_library)
-
 
 
 def _tangent(tangent: Tensor, kept: Sequence[Tensor]) -> Tensor:

@@ -79,7 +79,7 @@ FEW_ROWS = 32
 
 
 def group_fits(head: Head, length: Size, settings: Settings) -> bool:
-    """Chunks of whole sequences of ``length`` rows are small enough, so that one pass over them is the better choice."""
+    """Chunks of whole sequences of ``length`` rows are small enough for one pass over them."""
     if settings.schedule == "one-pass":
         return True
     limit = settings.chunk_bytes or 2 * runtime.default_chunk_bytes(value(head.node).device.type)

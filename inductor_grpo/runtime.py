@@ -190,7 +190,9 @@ class _Loop:
             in_place = dict(body.plan.in_place)
             for place in body.plan.operands:
                 mine = [i for i, s in enumerate(sinks) if s.value == place and (s.operand is not None or i in late)]
-                self._multiply(operands.pop(0), place in in_place, [(i, sinks[i]) for i in mine], start, stop, outputs, sums)
+                self._multiply(
+                    operands.pop(0), place in in_place, [(i, sinks[i]) for i in mine], start, stop, outputs, sums
+                )
             del operands, used_rows, targets
 
     def _multiply(

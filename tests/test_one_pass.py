@@ -326,9 +326,7 @@ def _unused(loss: Tensor) -> None:
 def test_what_is_done_with_the_loss(name: str, how: Callable[[Tensor], None]) -> None:
     function = LOSSES[name]
     ours = backward(harness.compiled(function, 5 * V * 4), how)
-    found = harness.problems(
-        ours, backward(function, how), backward(function, how, True), harness.FLOOR[torch.float32]
-    )
+    found = harness.problems(ours, backward(function, how), backward(function, how, True), harness.FLOOR[torch.float32])
     assert not found, found
 
 

@@ -91,7 +91,13 @@ def forward(x: Inputs) -> Tensor:
         return log_probs(x)
 
 
-LOSSES: dict[str, Callable[[Inputs], Tensor]] = {"grpo": grpo, "entropy": grpo_entropy, "forward": forward, "masked": masked, "gspo": gspo}
+LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
+    "grpo": grpo,
+    "entropy": grpo_entropy,
+    "forward": forward,
+    "masked": masked,
+    "gspo": gspo,
+}
 
 
 def floor(x: Inputs, training: bool) -> Callable[[], object]:
