@@ -89,9 +89,10 @@ class Packing(NamedTuple):
 
     def rows_in_place(self, x: Tensor) -> Tensor:
         """The live rows of ``x``, moved to the front of its own memory."""
+        wide = _in_words(x)
         for start in range(0, self.holes.shape[0], BLOCK_ROWS):
             part = slice(start, start + BLOCK_ROWS)
-            x.index_copy_(0, self.holes[part], x.index_select(0, self.fillers[part]))
+            wide.index_copy_(0, self.holes[part], wide.index_select(0, self.fillers[part]))
         return x[: self.order.shape[0]]
 
 
@@ -147,6 +148,15 @@ class LiveRows:
         if self._watch is not None and self._dead is not None:
             with _lock:
                 self._watch.send(self._dead, self._n)
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """The memory of contiguous rows as the largest integers that it divides into: CUDA moves one at a time."""
+    for word in (torch.int64, torch.int32):
+        bytes_before = x.storage_offset() * x.element_size()
+        if x.shape[1] * x.element_size() % word.itemsize == 0 and bytes_before % word.itemsize == 0:
+            return x.view(word)
+    return x
 
 
 def _largest(x: Tensor) -> Tensor:

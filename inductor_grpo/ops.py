@@ -1,8 +1,8 @@
 """The custom operators ``inductor_grpo::rows``, ``inductor_grpo::tiles`` and ``inductor_grpo::tangent``.
 
 The first two are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its
-vocabulary.  Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a process that never
-ran the pass.
+vocabulary.  Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a
+process that never ran the pass.
 """
 
 from __future__ import annotations

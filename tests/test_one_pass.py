@@ -542,9 +542,11 @@ def test_what_is_not_finite_spreads_as_in_eager(where: str, schedule: str) -> No
         harness.check(function, list(x.values()), rows=9, schedule=schedule)
 
 
+@pytest.mark.parametrize("columns", [3, 4, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.99, 1.0])
-def test_packing(share: float) -> None:
-    value = torch.arange(1000.0).repeat(3, 1).t().contiguous()
+def test_packing(share: float, dtype: torch.dtype, columns: int) -> None:
+    value = torch.randn(1000, columns, generator=torch.Generator().manual_seed(2)).to(dtype)
     live = torch.rand(1000, generator=torch.Generator().manual_seed(1)) < share
     packing = Packing.of(live)
     assert torch.equal(packing.order.sort().values, live.nonzero().squeeze(1))

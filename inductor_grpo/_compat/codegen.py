@@ -156,19 +156,6 @@ def trace(
     return graph, [*ints, *fakes], names, mode
 
 
-def _drop_idle_expands(graph: torch.fx.Graph) -> None:
-    """Expands to the size that a tensor has: Inductor would not see a softmax through them."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
-
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not torch.ops.aten.expand.default:
-            continue
-        before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
-        if len(before) == len(after) and statically_known_true(sym_eq(before, after)):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
 def _settings() -> dict[str, Any]:
     """Inductor settings that differ from the caller's while a body compiles; only those this torch has."""
     from torch._inductor import config
