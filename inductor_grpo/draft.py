@@ -55,6 +55,10 @@ class Draft:
         rows."""
         self.group: int | fx.Node = 1
         """Chunks are whole groups of so many rows."""
+        self.kept_rows: int | fx.Node = 0
+        """Logits of so many rows are kept for, or taken over from, the program of another schedule stage."""
+        self.keeps: list[int] = []
+        self.reuses: list[tuple[int, fx.Node]] = []
         self.graph = fx.Graph()
         self.n, self._logits, self._rows, self._whole, self._syms = (
             self.graph.placeholder(name) for name in ("n", "logits", "rows", "whole", "syms")
@@ -160,7 +164,9 @@ class Draft:
                 values.append(value)
             sinks.append(self._sink(out, values.index(value), accumulate))
         body = print_function(self.graph, "body", values)
-        return Program(tuple(self.projections), body, tuple(sinks), self._number(self.group))
+        reuses = tuple((place, self.whole_index(node)) for place, node in self.reuses)
+        group, kept = self._number(self.group), self._number(self.kept_rows)
+        return Program(tuple(self.projections), body, tuple(sinks), group, kept, tuple(self.keeps), reuses)
 
     def _sink(self, out: Output, value: int, accumulate: str) -> Sink:
         operand = None

@@ -44,7 +44,7 @@ def _rows(
     chunk_bytes  upper bound for one ``[rows, V]`` buffer; 0 takes the device's default
     codegen      how the body runs: "inductor" or "eager"
 
-    Returns one fresh contiguous tensor per sink.
+    Returns one fresh contiguous tensor per sink, and one ``[kept_rows, V]`` per projection that the program keeps.
     Raises ValueError for another ``codegen`` or a negative ``chunk_bytes``.
     """
     _check(chunk_bytes, codegen)
@@ -85,11 +85,11 @@ def _fake(read: Callable[[str], Program | TileProgram]) -> Callable[..., list[Te
         codegen: str,
     ) -> list[Tensor]:
         """Shapes and dtypes alone, from the sinks; sizes are never compared, so no guard comes from here."""
-        some = next(iter((*rows, *whole)))
-        return [
-            torch.empty(runtime.shape(s, rows, whole, n, syms), dtype=runtime.dtype(s.dtype), device=some.device)
-            for s in read(program).sinks
-        ]
+        some, known = next(iter((*rows, *whole))), read(program)
+        found = [(runtime.shape(s, rows, whole, n, syms), runtime.dtype(s.dtype)) for s in known.sinks]
+        if isinstance(known, Program):
+            found += runtime.kept_shapes(known, rows, whole, syms)
+        return [torch.empty(dims, dtype=dtype, device=some.device) for dims, dtype in found]
 
     return fake
 

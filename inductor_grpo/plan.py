@@ -55,7 +55,7 @@ def tiles(
     it has no matmul that sums products of half precision in fp32, so a tile would upcast both of its products.  Where a
     chunk may only have so few rows that its matmuls starve, tiles are the better choice everywhere else.
     """
-    if "tiles" in settings.disable or draft.group != 1:
+    if "tiles" in settings.disable or draft.group != 1 or draft.kept_rows != 0:
         return None
     hidden = value(next(iter(draft.row_inputs)).node)
     on_cpu, starved = hidden.device.type == "cpu", rows_of_chunk(draft, settings) < FEW_ROWS
@@ -137,6 +137,8 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     before = component.logits_bytes * (2 if late or gradients else 1)
     patterns = sorted({name for d in own for name in d.patterns or ()})
     schedule = "two-pass" if late else "one-pass" if gradients else "forward"
+    if any(d.keeps for d in own):
+        schedule += ", logits kept"
     if any(d.patterns is not None for d in own):
         schedule += ", vocabulary tiles"
     return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)
@@ -146,7 +148,7 @@ def _buffers(draft: Draft, settings: Settings) -> int:
     """Bytes of the logits of one chunk or tile, over all projections."""
     whole, rows, total = list(draft.whole_inputs), list(draft.row_inputs), 0
     kind = value(draft.origin).device.type
-    for p in draft.projections:
+    for place, p in enumerate(draft.projections):
         size = value(rows[p.hidden].node).dtype.itemsize
         n, columns = hint(numel(draft.rows)), hint(shape(whole[p.weight])[1])
         limit = settings.chunk_bytes or runtime.default_chunk_bytes(kind)
@@ -154,4 +156,5 @@ def _buffers(draft: Draft, settings: Settings) -> int:
             columns = min(columns, runtime.tile_columns(kind))
             limit = settings.chunk_bytes or runtime.default_tile_bytes(kind)
         total += min(n * columns * size, max(limit, columns * size * hint(GraphBuilder.size_of(draft.group))))
+        total += hint(GraphBuilder.size_of(draft.kept_rows)) * columns * size if place in draft.keeps else 0
     return total

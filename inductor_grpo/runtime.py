@@ -84,6 +84,15 @@ def shape(sink: Sink, rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, s
     return (columns(sink, syms), hidden) if sink.kind == "outer" else (hidden, columns(sink, syms))
 
 
+def kept_shapes(
+    program: Program, rows: Sequence[Tensor], whole: Sequence[Tensor], syms: Sequence[int]
+) -> list[tuple[tuple[int, int], torch.dtype]]:
+    """Shape and dtype of the logits that a program keeps."""
+    kept = [program.projections[place] for place in program.keeps]
+    count = number(program.kept_rows, syms)
+    return [((count, whole[p.weight].shape[1]), rows[p.hidden].dtype) for p in kept]
+
+
 @functools.cache
 def dtype(name: str) -> torch.dtype:
     """The dtype called ``name``, such as ``"bfloat16"``."""
@@ -132,6 +141,8 @@ class _Loop:
         self.group = number(self.program.group, self.syms)
         hidden = [self.whole[s.input].shape[1] for s in self.program.sinks if s.kind == "contract"]
         hidden += [self.rows[s.input].shape[1] for s in self.program.sinks if s.kind in ("outer", "outer_t")]
+        self.kept_rows = number(self.program.kept_rows, self.syms)
+        self.kept = [self._empty(*spec) for spec in kept_shapes(self.program, rows, whole, self.syms)]
         self.live = LiveRows(text, device, n, max(hidden, default=0))
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
@@ -159,10 +170,10 @@ class _Loop:
         for position, total in sums.items():
             result = total.tensor.to(dtype(sinks[position].dtype))
             outputs[position] = total.tensor = result  # frees the accumulator before the next cast
-        return cast("list[Tensor]", outputs)
+        return [*cast("list[Tensor]", outputs), *self.kept]
 
     def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, Sum]) -> None:
-        n, program, sinks = self.n, self.program, self.program.sinks
+        sinks = self.program.sinks
         buffers = [self._empty((size, width), kind) for width, kind in self.logits]
         widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
         body = self._body(widths, outputs, sums)
@@ -171,16 +182,9 @@ class _Loop:
         used_whole = [self.whole[i] for i in self.uses.whole]
         used_syms = [self.syms[i] for i in self.uses.syms]
         operands: list[Tensor] = []
-        for start in range(0, n, size):
-            stop = min(start + size, n)
+        for start, stop in self._spans(size):
             count = stop - start
-            logits = [buffer if count == size else buffer[:count] for buffer in buffers]
-            for projection, out in zip(program.projections, logits, strict=True):
-                hidden, weight = self.rows[projection.hidden][start:stop], self.whole[projection.weight]
-                if projection.bias is None:
-                    torch.mm(hidden, weight, out=out)
-                else:
-                    torch.addmm(self.whole[projection.bias], hidden, weight, out=out)
+            logits = self._project(start, stop, buffers)
             targets = []
             for position in body.plan.targets:
                 out_ = outputs[position]
@@ -194,6 +198,29 @@ class _Loop:
                     operands.pop(0), place in in_place, [(i, sinks[i]) for i in mine], start, stop, outputs, sums
                 )
             del operands, used_rows, targets
+
+    def _spans(self, size: int) -> list[tuple[int, int]]:
+        """The chunks; none has both kept rows and others."""
+        kept = self.kept_rows
+        starts = sorted({*range(0, kept, size), *range(kept, self.n, size)})
+        return list(zip(starts, [*starts[1:], self.n]))
+
+    def _project(self, start: int, stop: int, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """The logits of rows ``start`` to ``stop``, one tensor a projection; kept ones are written where they stay."""
+        kept = dict(zip(self.program.keeps, self.kept)) if stop <= self.kept_rows else {}
+        known = dict(self.program.reuses) if stop <= self.kept_rows else {}
+        found = []
+        for place, projection in enumerate(self.program.projections):
+            out = kept[place][start:stop] if place in kept else buffers[place][: stop - start]
+            found.append(out)
+            hidden, weight = self.rows[projection.hidden][start:stop], self.whole[projection.weight]
+            if place in known:
+                out.copy_(self.whole[known[place]][start:stop])
+            elif projection.bias is None:
+                torch.mm(hidden, weight, out=out)
+            else:
+                torch.addmm(self.whole[projection.bias], hidden, weight, out=out)
+        return found
 
     def _multiply(
         self,

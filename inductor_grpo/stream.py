@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from . import plan
+from . import keep, plan
 from ._compat import fxgraph
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
@@ -71,6 +71,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
             raise refusals.of([component], rejection)
     put_in_place(builder, exits, calls, chosen, refusals)
     others = {node for component in components if component not in chosen for node in component.nodes}
+    others |= {node for draft in drafts for _, node in draft.reuses}  # kept because the settings ask for it
     return Report(rewrites, [_stays(node) for node in left_behind(graph, chosen, others)[:MOST_LEFT_BEHIND]])
 
 
@@ -271,10 +272,11 @@ def emit_calls(
 ) -> dict[int, dict[int, fx.Node]]:
     """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
     results: dict[int, dict[int, fx.Node]] = {}
+    using = {id(d): sorted({c.place for e in exits for c in e.contributions if c.draft is d}) for d in drafts}
+    drafts = sorted((d for d in drafts if using[id(d)]), key=lambda d: d.depth)
+    takers = keep.plan_kept(builder, drafts, settings)
     for draft in drafts:
-        used = sorted({c.place for exit in exits for c in exit.contributions if c.draft is draft})
-        if not used:
-            continue
+        used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
         op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
@@ -285,6 +287,8 @@ def emit_calls(
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)
         call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, settings.codegen)
         results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
+        for taker, place, own in takers.get(id(draft), ()):
+            taker.reuses.append((own, builder.getitem(call, len(used) + draft.keeps.index(place))))
     return results
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inductor_grpo import live_rows, runtime
+from inductor_grpo import body, live_rows, runtime
 from inductor_grpo.live_rows import Packing
 from tests import harness
 from tests.corpus.variants import VARIANTS
@@ -246,6 +245,7 @@ def test_sequences_that_are_too_long_for_a_chunk() -> None:
     in_one_pass(sequence_ratio, list(inputs().values()), rows=6, schedule="one-pass")
 
 
+@pytest.mark.usefixtures("compiled_bodies")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_the_compiled_body_sums_over_sequences(dynamic: bool) -> None:
     in_one_pass(sequence_ratio, list(inputs().values()), rows=8, codegen="inductor", dynamic=dynamic)
@@ -466,9 +466,19 @@ def test_no_rows() -> None:
     harness.check(function, list(x.values()), rewritten=False)
 
 
-def test_the_compiled_body_gives_the_same() -> None:
-    args = [*inputs().values()]
-    in_one_pass(functools.partial(token), args, codegen="inductor")
+@pytest.fixture
+def compiled_bodies() -> Iterator[None]:
+    """Fails where a body could not be compiled: it would have run in eager mode, which is right and slow."""
+    body.clear()
+    yield
+    assert body.cached()
+    assert not any(b.uncompiled for b in body.cached())
+
+
+@pytest.mark.usefixtures("compiled_bodies")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_compiled_body_gives_the_same(dtype: str) -> None:
+    in_one_pass(token, list(inputs(DTYPES[dtype]).values()), codegen="inductor")
 
 
 # ---------------------------------------------------------------- rows without a gradient
@@ -552,3 +562,60 @@ def test_packing(share: float, dtype: torch.dtype, columns: int) -> None:
     assert torch.equal(packing.order.sort().values, live.nonzero().squeeze(1))
     assert torch.equal(packing.rows(value), value[packing.order])
     assert torch.equal(packing.rows_in_place(value.clone()), value[packing.order])
+
+
+# ---------------------------------------------------------------- two passes that keep logits
+
+
+def tokens(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    return clipped(torch.exp(log_probs(hidden, weight, labels) - old), adv) * mask
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 8, 20, 21, 1000])
+def test_kept_logits(rows: int, dtype: str, dynamic: bool) -> None:
+    x = inputs(DTYPES[dtype])
+    keep = rows * V * x["weight"].element_size()
+    facts = in_two_passes(tokens, list(x.values()), keep_bytes=keep, dynamic=dynamic, rewritten=False)
+    assert facts.regions == 2
+    assert not any(report.rejections for report in facts.reports)
+    assert any("logits kept" in s for s in schedules(facts)) == (rows > 0)
+
+
+@pytest.mark.parametrize("rows", [8, 1000])
+def test_kept_logits_are_not_computed_again(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    projected = []
+    project = torch.mm
+
+    def record(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+        projected.extend([a.shape[0]] if b.shape[1] == V else [])
+        return project(a, b, **more)
+
+    monkeypatch.setattr(runtime.torch, "mm", record)
+    x = inputs()
+    harness.compiled(tokens, 5 * V * 4, keep_bytes=rows * V * 4)(*x.values()).sum().backward()
+    assert sum(projected) == N + (N - min(rows, N))
+
+
+def test_kept_logits_with_a_bias_serve_a_second_backward() -> None:
+    def function(hidden, weight, labels, bias):  # type: ignore[no-untyped-def]
+        return F.linear(hidden, weight, bias).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+    x = inputs()
+    args = [x["hidden"], x["weight"], x["labels"], torch.randn(V).requires_grad_()]
+    facts = in_two_passes(function, args, keep_bytes=12 * V * 4, rewritten=False)
+    assert any("logits kept" in s for s in schedules(facts))
+    torch._dynamo.reset()  # torch lets a backward free what it read, unless the first one that it sees keeps the graph
+    out = harness.compiled(function, 5 * V * 4, keep_bytes=12 * V * 4)(*args).sum()
+    leaves = (args[0], args[1], args[3])
+    first = torch.autograd.grad(out, leaves, retain_graph=True)
+    again = torch.autograd.grad(out, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.usefixtures("compiled_bodies")
+def test_kept_logits_under_generated_code() -> None:
+    args = list(inputs().values())
+    facts = in_two_passes(tokens, args, keep_bytes=8 * V * 4, codegen="inductor", rewritten=False)
+    assert any("logits kept" in s for s in schedules(facts))

@@ -152,7 +152,6 @@ def trace(
             for spec in specs
         ]
         graph = make_fx(fn, decomposition_table=decompositions(), tracing_mode="real")(*ints, *fakes)
-    _drop_idle_expands(graph.graph)
     return graph, [*ints, *fakes], names, mode
 
 
