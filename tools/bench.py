@@ -36,7 +36,13 @@ def make_inputs(n: int, h: int, v: int, dtype: torch.dtype, device: str, live: f
     hidden = torch.randn(n, h, generator=g, device=device).to(dtype)
     weight = (torch.randn(v, h, generator=g, device=device) * h**-0.5).to(dtype)
     labels = torch.randint(0, v, (n,), generator=g, device=device)
-    old = -torch.log(torch.tensor(float(v))) + 0.1 * torch.randn(n, generator=g, device=device)
+    noise = 0.1 * torch.randn(n, generator=g, device=device)
+    old = noise + torch.cat(
+        [
+            F.linear(x, weight).float().log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+            for x, y in zip(hidden.split(512), labels.split(512))
+        ]
+    )
     return {
         "hidden": hidden,
         "weight": weight,
