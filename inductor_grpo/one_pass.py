@@ -9,6 +9,8 @@ instead of four.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.fx as fx
 
@@ -34,6 +36,7 @@ from .graph import (
 from .groups import infer_groups
 from .layout import Layouts
 from .linear import dependents, nonlinear
+from .prefix import Prefixes
 from .rules import RULES, is_pointwise
 from .rules.views import Identity, View
 
@@ -124,12 +127,13 @@ def _twin(builder: GraphBuilder, layouts: Layouts, component: Component) -> _Twi
         return None
     one = builder.full(shape(tangent), 1, value(tangent).dtype, value(tangent).device)
     of = {tangent: one}
-    needed = _ancestors(exits, late)
+    needed, prefixes = _ancestors(exits, late), Prefixes(builder, layouts)
     for node in list(graph.nodes):
         if node not in needed or node is tangent:
             continue
         args, kwargs = map_args(node, lambda n: of.get(n, n))
-        twin = of[node] = builder.call(node.target, *args, **kwargs)
+        twin = prefixes.padded(node, cast(fx.Node, args[0])) if node.target is aten.constant_pad_nd.default else None
+        of[node] = twin = twin or builder.call(node.target, *args, **kwargs)
         twin.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         if node in layouts:
             layouts.set(twin, *layouts[node])

@@ -268,6 +268,28 @@ def test_sequences_of_another_batch_reuse_the_compiled_function() -> None:
         assert not found, found
 
 
+@pytest.mark.parametrize("name", [*LOSSES, "sequence_ratio"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recompiled_for_any_size(name: str, dtype: str) -> None:
+    """The sizes of hidden and labels have become symbols of their own then."""
+    function = LOSSES.get(name, sequence_ratio)
+    torch._dynamo.reset()
+    facts = harness.Graphs(frozenset({V}), frozenset({H}))
+    call = harness.compiled(function, 14 * V * 4, dynamic=None)
+    for batch, tokens in ((3, 7), (2, 5), (4, 6)):
+        g = torch.Generator().manual_seed(batch)
+        rows = (batch, tokens)
+        args = [torch.randn(*rows, H, generator=g).to(DTYPES[dtype]).requires_grad_(), inputs(DTYPES[dtype])["weight"]]
+        args += [torch.randint(0, V, rows, generator=g), torch.randn(*rows, generator=g) - 3.5]
+        args += [torch.randn(batch, 1, generator=g), (torch.rand(rows, generator=g) < 0.7).float()]
+        args[5][:, 0] = 1
+        reference = harness.run(function, args), harness.run(function, args, wide=True)
+        with harness.recording(facts):
+            found = harness.problems(harness.run(call, args), *reference, harness.floor(args))
+        assert not found, found
+    assert all(s == "one-pass" for s in schedules(facts)), schedules(facts)
+
+
 def test_sums_over_two_lengths() -> None:
     def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
         logp = log_probs(hidden, weight, labels).view(2, 2, 7)
