@@ -198,6 +198,8 @@ class Body:
         row_bytes = max((t.shape[1] * t.element_size() for t in wide), default=1)
         kind = wide[0].device.type if wide else "cpu"
         size = max(1, EAGER_BYTES.get(kind, EAGER_BYTES["cuda"]) // max(1, row_bytes))
+        group = self._group(syms)
+        size = max(group, size - size % group)
         parts: list[list[Tensor | None]] = []
         per_row = [self.program.sinks[position].kind == "row" for position in self.plan.targets]
         for start in range(0, n, size):
@@ -254,7 +256,9 @@ class Body:
             self._give_up(f"{MAX_VARIANTS} variants of one body were compiled and none fits {n} rows")
             return None
         names = ["n", *(f"s{i}" for i in self.uses.syms)]
-        for rows in dict.fromkeys((HINT_ROWS, n)):  # the real row count only where a guard tells it from the usual one
+        group = self._group(syms)
+        usual = group * max(1, HINT_ROWS // group)
+        for rows in dict.fromkeys((usual, n)):  # the real row count only where a guard tells it from the usual one
             try:
                 compiled = codegen.compile_body(
                     functools.partial(self._flat, dict(widths)),
@@ -277,6 +281,11 @@ class Body:
                 return compiled
         self._give_up(f"the compiled body excludes the size {n} it was compiled for")
         return None
+
+    def _group(self, syms: Sequence[int]) -> int:
+        """Rows of a group; ``syms`` are those that the body uses."""
+        group = self.program.group
+        return syms[self.uses.syms.index(int(group[1:]))] if isinstance(group, str) else group
 
     def _flat(self, widths: dict[int, int], n: Any, *args: Any) -> list[Tensor | None]:
         """The step over one flat argument list, as it is traced."""

@@ -11,6 +11,8 @@ name                  meaning
 ====================  ===============================================================================
 ``min_logits_bytes``  leave heads with smaller logits alone; 0 rewrites every head; None: by device
 ``chunk_bytes``       upper bound for one chunk of logits; None (or 0): by device
+``schedule``          "auto", or "two-pass": never compute gradients in the forward
+``keep_bytes``        logits of a region that two passes may keep instead of computing them again
 ``accumulate``        "float32", or "param": sum weight gradients in the weight's own dtype
 ``require``           a vocabulary-sized tensor left in the graph is an error
 ``disable``           names of patterns not to use ("tiles": none of them), separated by commas
@@ -111,6 +113,8 @@ class Settings:
 
     min_logits_bytes: int | None = None
     chunk_bytes: int | None = None
+    schedule: str = "auto"
+    keep_bytes: int = 0
     accumulate: str = "float32"
     require: bool = False
     disable: tuple[str, ...] = ()
@@ -136,6 +140,8 @@ class Settings:
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "min_logits_bytes": _optional_size,
     "chunk_bytes": _chunk,
+    "schedule": _one_of("auto", "one-pass", "two-pass"),
+    "keep_bytes": _size,
     "accumulate": _one_of("float32", "param"),
     "require": _switch,
     "disable": _patterns,
@@ -149,6 +155,8 @@ _overrides: dict[str, Any] = {}
 # The type checker's view of the module's attributes; the values come from _ConfigModule.
 min_logits_bytes: int | None
 chunk_bytes: int | None
+schedule: str
+keep_bytes: int
 accumulate: str
 require: bool
 disable: tuple[str, ...]

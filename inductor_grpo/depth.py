@@ -8,9 +8,12 @@ the backward recomputes the logits of a chunk instead of keeping them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.fx as fx
 
+from .graph import inputs_through_tuples
 from .layout import Layouts
 
 TANGENT_DEPTH = 1000
@@ -30,21 +33,20 @@ def after_tangent(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def node_depths(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, int]:
-    """The depth of every node."""
+def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int] | None = None) -> dict[fx.Node, int]:
+    """The depth of every node, and of those in ``floors`` no less than given there."""
+    floors = floors or {}
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             depths[node] = TANGENT_DEPTH if is_tangent(node) else 0
             continue
-        own = layouts.get(node)
+        own = layouts.space_of(node)
         several = not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-        depth = 0
-        for a in node.all_input_nodes:
-            layout = layouts.get(a)
-            inside = (
-                layout is None or several or (own is not None and (layouts.is_wide(a) or layout.space == own.space))
-            )
+        depth = floors.get(node, 0)
+        for a in inputs_through_tuples(node):
+            space = layouts.space_of(a)
+            inside = space is None or several or (own is not None and (layouts.is_wide(a) or space == own))
             depth = max(depth, depths[a] + (0 if inside else 1))
         depths[node] = depth
     return depths

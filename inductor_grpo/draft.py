@@ -53,6 +53,12 @@ class Draft:
         self.patterns: list[str] | None = None
         """The patterns that took part when it runs over tiles of the vocabulary; None when it runs over chunks of
         rows."""
+        self.group: int | fx.Node = 1
+        """Chunks are whole groups of so many rows."""
+        self.kept_rows: int | fx.Node = 0
+        """Logits of so many rows are kept for, or taken over from, the program of another schedule stage."""
+        self.keeps: list[int] = []
+        self.reuses: list[tuple[int, fx.Node]] = []
         self.graph = fx.Graph()
         self.n, self._logits, self._rows, self._whole, self._syms = (
             self.graph.placeholder(name) for name in ("n", "logits", "rows", "whole", "syms")
@@ -115,6 +121,7 @@ class Draft:
         """Takes over the body and the outputs of another program, reading ``rows`` in the place of its own row inputs;
         returns the new places of its outputs."""
         rows = list(other.row_inputs) if rows is None else rows
+        self.group = self.group if other.group == 1 else other.group
         env: dict[fx.Node, fx.Node] = {other.n: self.n}
         names: dict[str, list[Any]] = {"logits": list(other.projections), "rows": rows}
         names.update(whole=list(other.whole_inputs), syms=list(other.sizes))
@@ -157,7 +164,9 @@ class Draft:
                 values.append(value)
             sinks.append(self._sink(out, values.index(value), accumulate))
         body = print_function(self.graph, "body", values)
-        return Program(tuple(self.projections), body, tuple(sinks))
+        reuses = tuple((place, self.whole_index(node)) for place, node in self.reuses)
+        group, kept = self._number(self.group), self._number(self.kept_rows)
+        return Program(tuple(self.projections), body, tuple(sinks), group, kept, tuple(self.keeps), reuses)
 
     def _sink(self, out: Output, value: int, accumulate: str) -> Sink:
         operand = None
@@ -165,14 +174,15 @@ class Draft:
             operand = self.row_index(out.operand.node, out.operand.map)
         elif out.operand is not None:
             operand = self.whole_index(out.operand)
-        columns = (
-            out.columns if isinstance(out.columns, int) else f"s{self.sizes.setdefault(out.columns, len(self.sizes))}"
-        )
+        columns = self._number(out.columns)
         dtype = str(out.dtype).removeprefix("torch.")
         running = (
             "float32" if accumulate == "float32" and out.dtype.itemsize < 4 and out.dtype.is_floating_point else dtype
         )
         return Sink(out.kind, value, operand, columns, dtype, running)
+
+    def _number(self, size: int | fx.Node) -> int | str:
+        return size if isinstance(size, int) else f"s{self.sizes.setdefault(size, len(self.sizes))}"
 
 
 def print_function(graph: fx.Graph, name: str, values: list[fx.Node]) -> str:

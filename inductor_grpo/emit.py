@@ -60,7 +60,9 @@ class Region:
         if node not in self._from_logits:
             self._from_logits[node] = False
             sources = [
-                a for a in inputs_through_tuples(node) if a in self.layouts and self.depths[a] == self.depths[node]
+                a
+                for a in inputs_through_tuples(node)
+                if self.layouts.space_of(a) is not None and self.depths[a] == self.depths[node]
             ]
             self._from_logits[node] = any(self.layouts.is_wide(a) or self.comes_from_logits(a) for a in sources)
         return self._from_logits[node]
@@ -102,6 +104,8 @@ class Emitter:
         self.layouts = region.layouts
         self.builder = region.builder
         self._recomputes = False
+        self._group: Size | None = None
+        """Rows of a group, while a value of groups is written."""
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -177,14 +181,14 @@ class Emitter:
             return [self.operand(i, sizes, vocab, rowmap) for i in x] if isinstance(x, (list, tuple)) else x
         if not is_tensor(x):
             return self._scalar(x)
+        if self.layouts.group(x) is not None and self._is_inline(x):
+            return self.group_value(x, rowmap)
         layout = self.layouts.get(x)
         if layout is not None:
             shift = len(sizes) - len(shape(x))
             fits = layout.vocab is None or vocab is None or layout.vocab + shift == vocab
             rows_fit = same_sizes(aligned_rows(shape(x), len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab))
-            now = self._recomputes or self.region.depths[x] == self.draft.depth
-            inline = self.layouts.is_wide(x) or (now and self.region.comes_from_logits(x))
-            if fits and rows_fit and inline:
+            if fits and rows_fit and (self.layouts.is_wide(x) or self._is_inline(x)):
                 return self.value(x, rowmap)
             if self.layouts.is_wide(x):
                 raise self.region.refuse(
@@ -197,6 +201,55 @@ class Emitter:
         if layout is None and target_of(x) is aten.expand.default:
             return self.spread(node_arg(x, 0), sizes, vocab, rowmap)
         return self.outer(x, sizes, vocab, rowmap)
+
+    def _is_inline(self, x: fx.Node) -> bool:
+        """A row's or group's value that this program computes; others are read."""
+        now = self._recomputes or self.region.depths[x] == self.draft.depth
+        return now and self.region.comes_from_logits(x)
+
+    def group_value(self, node: fx.Node, rowmap: RowMap) -> fx.Node:
+        """``[n, 1]`` of a node with one value a group of rows, repeated for each row of the group."""
+        from .groups import REDUCTIONS
+        from .rules import POINTWISE, is_pointwise
+        from .rules.reductions import Reduction
+
+        if rowmap.steps:
+            raise self.region.refuse(node, "MIXES_ROWS", "a value of whole sequences is read for selected rows")
+        key = (node, "group")
+        if key in self.draft.values:
+            return self.draft.values[key]
+        group = self.layouts.group(node)
+        assert group is not None
+        length = self.builder.dim(group.length)
+        if self.draft.group not in (1, length):
+            raise self.region.refuse(node, "MIXES_ROWS", "sequences of several lengths share rows")
+        self.draft.group = length
+        before, self._group = self._group, None
+        try:
+            first = node.args[0]
+            if node.target in REDUCTIONS and self.layouts.group(first) is None:
+                x = self.draft.dense(self.operand(first, shape(first), None, rowmap), 1)
+                columns = [-1, self.draft.size(length)]
+                each = Reduction.write(self, node, self.call(aten.reshape.default, x, columns))
+                each = self.call(aten.expand.default, each, columns)
+                result = self.call(aten.reshape.default, each, [self.draft.n, 1])
+            elif is_pointwise(node.target):
+                self._group = group.length
+                result = POINTWISE.emit(self, node, rowmap)
+            else:
+                result = self.operand(first, shape(first), None, rowmap)
+        finally:
+            self._group = before
+        self.draft.values[key] = result
+        return result
+
+    def _outer_of_group(self, x: fx.Node, sizes: list[Size], length: Size) -> fx.Node:
+        """A tensor from outside of the region with one value a group, for each row of the group."""
+        b, groups = self.builder, numel(sizes)
+        padded = b.view(x, right_aligned(shape(x), len(sizes)))
+        values = b.view(b.call(aten.expand.default, padded, b.dims(sizes)), [groups, 1])
+        rows = b.call(aten.expand.default, values, b.dims([groups, length]))
+        return self.draft.row(b.view(rows, [groups * length, 1]), RowMap())
 
     def spread(self, x: fx.Node, sizes: list[Size], vocab: int | None, rowmap: RowMap) -> fx.Node:
         """An operand that is expanded to ``sizes``; a 0-dim one stays dimensioned, as the user's was (types promote
@@ -231,6 +284,8 @@ class Emitter:
         b, own = self.builder, shape(x)
         if not own:
             return self.draft.whole(x)
+        if self._group is not None:
+            return self._outer_of_group(x, sizes, self._group)
         padded = right_aligned(own, len(sizes))
         columns: Size = 1 if vocab is None else padded[vocab]
         rows, all_rows = aligned_rows(own, len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab)

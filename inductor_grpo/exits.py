@@ -183,6 +183,7 @@ def _sum(
     rows, contributions = region.layouts.rows(x), []
     # The other operand may come later than the region's values: a tangent times what the forward has.
     others = [a for a in node.all_input_nodes if not region.layouts.is_wide(a)]
+    dtype = torch.float32 if kind in ("outer", "outer_t") and _read_in_float32(node) else value(node).dtype
     depth = max(region.depths[x], *(region.depths[a] + (a in region.layouts) for a in others), 0)
     for term in parts:
         e = region.emitter(term.node, depth)
@@ -191,13 +192,21 @@ def _sum(
         if operand is not None and kind in ("outer", "outer_t"):
             term_operand = RowInput(operand, path)
         columns = e.builder.dim(region.layouts.columns(term.node))
-        out = Output(kind, e.value(term.node, RowMap()), columns, value(node).dtype, term_operand, term.casts)
+        out = Output(kind, e.value(term.node, RowMap()), columns, dtype, term_operand, term.casts)
         contributions.append(Contribution(e.draft, e.draft.keep(out), path, term.adds))
 
     def finish(b: GraphBuilder, result: fx.Node) -> fx.Node:
         return b.view(b.permute(result, [1, 0]) if transposed else result, shape(node))
 
     return Exit(node, kind, rows, contributions, finish)
+
+
+def _read_in_float32(node: fx.Node) -> bool:
+    """A sum in lower precision whose readers convert it to float32 again: it need not be rounded."""
+    lower = value(node).device.type != "cpu" and value(node).dtype in (torch.bfloat16, torch.float16)
+    return lower and all(
+        target_of(user) is prims.convert_element_type.default and user.args[1] is torch.float32 for user in node.users
+    )
 
 
 def terms(region: Region, x: fx.Node) -> list[Term]:

@@ -23,11 +23,19 @@ class Layout(NamedTuple):
     vocab: int | None
 
 
+class Group(NamedTuple):
+    """One value for each ``length`` consecutive rows of a row space."""
+
+    space: int
+    length: Size
+
+
 class Layouts:
     """The layouts of one graph; ``vocabulary`` is the smallest vocabulary of its heads."""
 
     def __init__(self) -> None:
         self._layouts: dict[fx.Node, Layout] = {}
+        self._groups: dict[fx.Node, Group] = {}
         self._parents: list[int] = []
         self._queue: collections.deque[fx.Node] = collections.deque()
         self.conflicts: dict[fx.Node, tuple[str, str]] = {}
@@ -66,10 +74,29 @@ class Layouts:
         """The layout of a node, or None."""
         return self[node] if isinstance(node, fx.Node) and node in self._layouts else None
 
+    def nodes(self) -> set[fx.Node]:
+        """The nodes that have a layout."""
+        return set(self._layouts)
+
+    def group(self, node: object) -> Group | None:
+        """The group of a node with one value a group of rows, or None."""
+        group = self._groups.get(node) if isinstance(node, fx.Node) else None
+        return None if group is None else Group(self.find(group.space), group.length)
+
+    def set_group(self, node: fx.Node, group: Group) -> None:
+        """Notes that a node has one value a group of rows."""
+        self._groups[node] = group
+
+    def space_of(self, node: fx.Node) -> int | None:
+        """The row space of a node, also of one with a value a group; None for a node from outside."""
+        known = self.get(node) or self.group(node)
+        return None if known is None else known.space
+
     def drop(self, nodes: set[fx.Node]) -> None:
         """Forgets the layouts of some nodes."""
         for node in nodes:
             self._layouts.pop(node, None)
+            self._groups.pop(node, None)
             self.conflicts.pop(node, None)
 
     def set(self, node: object, space: int, vocab: int | None) -> None:
@@ -93,6 +120,10 @@ class Layouts:
             self.conflict(node, "LAYOUT", "two of its uses disagree on which dimension is the vocabulary")
         else:
             self.unite(known.space, space)
+
+    def move(self, node: fx.Node, space: int) -> None:
+        """Gives a row value to another row space of the same rows: it combines values of both."""
+        self._layouts[node] = Layout(space, None)
 
     def conflict(self, node: fx.Node, code: str, reason: str) -> None:
         """Notes that a node cannot be streamed."""

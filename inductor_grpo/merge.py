@@ -13,7 +13,21 @@ import torch.fx as fx
 
 from .draft import Draft, RowInput
 from .exits import Contribution, Exit, Piece
-from .graph import GraphBuilder, Size, arg, aten, hint, node_arg, numel, prims, same, same_sizes, shape, target_of
+from .graph import (
+    GraphBuilder,
+    Size,
+    arg,
+    aten,
+    hint,
+    is_tensor,
+    node_arg,
+    numel,
+    prims,
+    same,
+    same_sizes,
+    shape,
+    target_of,
+)
 from .rowmap import RowMap, Step, partition
 from .rules.selection import select_step, slice_step
 
@@ -38,6 +52,7 @@ def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -
             program,
             tuple(draft.whole_inputs),
             tuple(draft.sizes),
+            draft if draft.group != 1 else None,  # pieces of rows are no groups
             tuple(o.kind for o in draft.outputs),
         )
         groups.setdefault(key, []).append(draft)
@@ -82,12 +97,22 @@ def _end_of_sum(node: fx.Node) -> tuple[object, ...]:
             if not all(same_sizes(shape(a), shape(user)) for a in user.all_input_nodes):
                 break
             end = (user, *way)
-        elif target_of(user) in _LINEAR or target_of(user) is prims.convert_element_type.default:
+        elif (
+            target_of(user) in _LINEAR
+            or target_of(user) is prims.convert_element_type.default
+            or _is_scaled(user, node)
+        ):
             way.append((user.target, str(user.args[1:])))
         else:
             break
         node = user
     return end
+
+
+def _is_scaled(user: fx.Node, node: fx.Node) -> bool:
+    """``user`` is ``node`` times a number (the tangent of a region that runs in one pass)."""
+    factor = user.args[1] if len(user.args) > 1 else None
+    return target_of(user) is aten.mul.Tensor and user.args[0] is node and is_tensor(factor) and shape(factor) == []
 
 
 def _join(builder: GraphBuilder, group: list[Draft], exits: list[Exit]) -> Draft:
@@ -210,7 +235,11 @@ def _shares(a: Draft, b: Draft, exits: list[Exit]) -> bool:
         rows, whole = list(draft.row_inputs), list(draft.whole_inputs)
         return {(rows[p.hidden], whole[p.weight]) for p in draft.projections}
 
-    if a.depth != b.depth or not same_sizes([numel(a.rows)], [numel(b.rows)]):
+    if (
+        a.depth != b.depth
+        or (1 not in (a.group, b.group) and a.group != b.group)
+        or not same_sizes([numel(a.rows)], [numel(b.rows)])
+    ):
         return False
     if not b.projections:
         return any({id(a), id(b)} <= {id(c.draft) for c in exit.contributions} for exit in exits)

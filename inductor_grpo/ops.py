@@ -1,8 +1,8 @@
-"""The custom operators ``inductor_grpo::rows`` and ``inductor_grpo::tiles``.
+"""The custom operators ``inductor_grpo::rows``, ``inductor_grpo::tiles`` and ``inductor_grpo::tangent``.
 
-They are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its vocabulary.
-Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a process that never
-ran the pass.
+The first two are opaque to Inductor's scheduler and run one program over the rows of a region, or over tiles of its
+vocabulary.  Everything they need is in their arguments, so a graph that holds them can be cached and loaded by a
+process that never ran the pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _rows(
     chunk_bytes  upper bound for one ``[rows, V]`` buffer; 0 takes the device's default
     codegen      how the body runs: "inductor" or "eager"
 
-    Returns one fresh contiguous tensor per sink.
+    Returns one fresh contiguous tensor per sink, and one ``[kept_rows, V]`` per projection that the program keeps.
     Raises ValueError for another ``codegen`` or a negative ``chunk_bytes``.
     """
     _check(chunk_bytes, codegen)
@@ -85,11 +85,11 @@ def _fake(read: Callable[[str], Program | TileProgram]) -> Callable[..., list[Te
         codegen: str,
     ) -> list[Tensor]:
         """Shapes and dtypes alone, from the sinks; sizes are never compared, so no guard comes from here."""
-        some = next(iter((*rows, *whole)))
-        return [
-            torch.empty(runtime.shape(s, rows, whole, n, syms), dtype=runtime.dtype(s.dtype), device=some.device)
-            for s in read(program).sinks
-        ]
+        some, known = next(iter((*rows, *whole))), read(program)
+        found = [(runtime.shape(s, rows, whole, n, syms), runtime.dtype(s.dtype)) for s in known.sinks]
+        if isinstance(known, Program):
+            found += runtime.kept_shapes(known, rows, whole, syms)
+        return [torch.empty(dims, dtype=dtype, device=some.device) for dims, dtype in found]
 
     return fake
 
@@ -98,6 +98,19 @@ for _name, _kernel, _read in (("rows", _rows, Program.from_text), ("tiles", _til
     _library.define(_name + _ARGUMENTS, tags=_TAGS)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake(_read), lib=_library)
+
+
+def _tangent(tangent: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    """A copy of the 0-dim ``tangent``; ``kept`` are tensors that the gradients depend on.
+
+    A region that ran in one pass has its gradients when the backward starts.  That they are functions of ``kept`` must
+    stay visible: autograd would take a second derivative of them to be zero."""
+    return tangent.clone()
+
+
+_library.define("tangent(Tensor tangent, Tensor[] kept) -> Tensor", tags=_TAGS)
+_library.impl("tangent", _tangent, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::tangent", lambda tangent, kept: torch.empty_like(tangent), lib=_library)
 
 rows = torch.ops.inductor_grpo.rows.default
 tiles = torch.ops.inductor_grpo.tiles.default

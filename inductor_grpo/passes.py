@@ -6,6 +6,7 @@ passes touch it, on a copy: whatever goes wrong leaves the user's graph as it wa
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import torch.fx as fx
@@ -56,6 +57,9 @@ def _with_streams(graph: fx.Graph, settings: Settings) -> tuple[fx.Graph, Report
         try:
             report = stream(candidate, settings, left_alone)
         except Refused as refused:
+            if refused.schedule is not None:
+                settings = dataclasses.replace(settings, schedule=refused.schedule)
+                continue
             if refused.heads <= left_alone:
                 raise RuntimeError("a region was refused twice") from refused
             rejections.append(refused.rejection)

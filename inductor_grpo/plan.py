@@ -11,7 +11,8 @@ from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .exits import Exit
-from .graph import hint, is_tensor, numel, shape, value
+from .graph import GraphBuilder, Size, hint, is_tensor, numel, shape, value
+from .heads import Head
 from .program import Program, TileProgram
 from .report import Rejection, Rewrite, human
 from .tiling import as_tiles
@@ -55,7 +56,7 @@ def tiles(
     it has no matmul that sums products of half precision in fp32, so a tile would upcast both of its products.  Where a
     chunk may only have so few rows that its matmuls starve, tiles are the better choice everywhere else.
     """
-    if "tiles" in settings.disable:
+    if "tiles" in settings.disable or draft.group != 1 or draft.kept_rows != 0:
         return None
     hidden = value(next(iter(draft.row_inputs)).node)
     on_cpu, starved = hidden.device.type == "cpu", rows_of_chunk(draft, settings) < FEW_ROWS
@@ -76,6 +77,22 @@ def rows_of_chunk(draft: Draft, settings: Settings) -> int:
 
 
 FEW_ROWS = 32
+
+
+def group_fits(head: Head, length: Size, settings: Settings) -> bool:
+    """Chunks of whole sequences of ``length`` rows are small enough for one pass over them."""
+    if settings.schedule == "one-pass":
+        return True
+    limit = settings.chunk_bytes or 2 * runtime.default_chunk_bytes(value(head.node).device.type)
+    return hint(length) * hint(head.vocabulary) * value(head.node).element_size() <= limit
+
+
+def keeps_sums(component: Component, settings: Settings) -> bool:
+    """Weight gradients stay in the float32 of their sums until they are multiplied by the tangent: where there are such
+    sums, and where that saves a pass over them (on a CPU it would cost one)."""
+    device = value(component.heads[0].node).device.type
+    limit = settings.chunk_bytes or runtime.default_chunk_bytes(device)
+    return device != "cpu" and settings.accumulate == "float32" and component.logits_bytes > limit
 
 
 def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], settings: Settings) -> Rejection | None:
@@ -110,16 +127,19 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     Before: each head's logits and, with a backward, their gradient.  After: the buffers of one chunk or tile.
     """
     own = [d for d in drafts if d.origin in component.nodes]
-    matmuls, after = 0, 0
+    matmuls, after, late, gradients = 0, 0, False, False
     for draft in own:
         used = {c.place for exit in exits for c in exit.contributions if c.draft is draft}
         contractions = [p for p in used if draft.outputs[p].kind in ("contract", "outer", "outer_t")]
         matmuls += len(draft.projections) + len(contractions)
         after = max(after, _buffers(draft, settings))
-    backward = any(d.depth >= TANGENT_DEPTH for d in own)
-    before = component.logits_bytes * (2 if backward else 1)
+        late = late or draft.depth >= TANGENT_DEPTH
+        gradients = gradients or bool(contractions)
+    before = component.logits_bytes * (2 if late or gradients else 1)
     patterns = sorted({name for d in own for name in d.patterns or ()})
-    schedule = "two-pass" if backward else "forward"
+    schedule = "two-pass" if late else "one-pass" if gradients else "forward"
+    if any(d.keeps for d in own):
+        schedule += ", logits kept"
     if any(d.patterns is not None for d in own):
         schedule += ", vocabulary tiles"
     return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)
@@ -129,12 +149,13 @@ def _buffers(draft: Draft, settings: Settings) -> int:
     """Bytes of the logits of one chunk or tile, over all projections."""
     whole, rows, total = list(draft.whole_inputs), list(draft.row_inputs), 0
     kind = value(draft.origin).device.type
-    for p in draft.projections:
+    for place, p in enumerate(draft.projections):
         size = value(rows[p.hidden].node).dtype.itemsize
         n, columns = hint(numel(draft.rows)), hint(shape(whole[p.weight])[1])
         limit = settings.chunk_bytes or runtime.default_chunk_bytes(kind)
         if draft.patterns is not None:
             columns = min(columns, runtime.tile_columns(kind))
             limit = settings.chunk_bytes or runtime.default_tile_bytes(kind)
-        total += min(n * columns * size, max(limit, columns * size))
+        total += min(n * columns * size, max(limit, columns * size * hint(GraphBuilder.size_of(draft.group))))
+        total += hint(GraphBuilder.size_of(draft.kept_rows)) * columns * size if place in draft.keeps else 0
     return total

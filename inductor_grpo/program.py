@@ -61,11 +61,20 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A chunk program; ``body`` is the source of one Python function over ``torch.ops``."""
+    """A chunk program; ``body`` is the source of one Python function over ``torch.ops``.
+
+    Runs of rows are whole groups of ``group`` rows.  The logits of the first ``kept_rows`` rows are returned for each
+    projection in ``keeps``, after the results of the sinks; ``reuses`` are pairs of a projection and the tensor in
+    ``whole`` where another program has kept them.  ``group`` and ``kept_rows`` are numbers, or ``"s3"`` for
+    ``syms[3]``."""
 
     projections: tuple[Projection, ...]
     body: str
     sinks: tuple[Sink, ...]
+    group: int | str = 1
+    kept_rows: int | str = 0
+    keeps: tuple[int, ...] = ()
+    reuses: tuple[tuple[int, int], ...] = ()
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
@@ -80,6 +89,10 @@ class Program:
             projections=tuple(Projection(**p) for p in data["projections"]),
             body=data["body"],
             sinks=tuple(Sink(**s) for s in data["sinks"]),
+            group=data["group"],
+            kept_rows=data["kept_rows"],
+            keeps=tuple(data["keeps"]),
+            reuses=tuple((place, whole) for place, whole in data["reuses"]),
         )
 
 

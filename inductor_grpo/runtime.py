@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inductor_grpo import body as bodies
 from inductor_grpo._compat import codegen
+from inductor_grpo.live_rows import LiveRows
 from inductor_grpo.program import Program, Sink
 
 MIB = 2**20
@@ -61,9 +62,14 @@ def run(
         return _Loop(program, text, rows, whole, n, syms, device, mode).run(chunk_bytes)
 
 
+def number(size: int | str, syms: Sequence[int]) -> int:
+    """A size of a program, with ``"s3"`` looked up in ``syms``."""
+    return syms[int(size[1:])] if isinstance(size, str) else size
+
+
 def columns(sink: Sink, syms: Sequence[int]) -> int:
-    """``Sink.columns`` with ``"s3"`` looked up in ``syms``."""
-    return syms[int(sink.columns[1:])] if isinstance(sink.columns, str) else sink.columns
+    """Columns of a sink."""
+    return number(sink.columns, syms)
 
 
 def shape(sink: Sink, rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, syms: Sequence[int]) -> tuple[int, int]:
@@ -78,20 +84,32 @@ def shape(sink: Sink, rows: Sequence[Tensor], whole: Sequence[Tensor], n: int, s
     return (columns(sink, syms), hidden) if sink.kind == "outer" else (hidden, columns(sink, syms))
 
 
+def kept_shapes(
+    program: Program, rows: Sequence[Tensor], whole: Sequence[Tensor], syms: Sequence[int]
+) -> list[tuple[tuple[int, int], torch.dtype]]:
+    """Shape and dtype of the logits that a program keeps."""
+    kept = [program.projections[place] for place in program.keeps]
+    count = number(program.kept_rows, syms)
+    return [((count, whole[p.weight].shape[1]), rows[p.hidden].dtype) for p in kept]
+
+
 @functools.cache
 def dtype(name: str) -> torch.dtype:
     """The dtype called ``name``, such as ``"bfloat16"``."""
     return getattr(torch, name)
 
 
-def chunk_rows(n: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: at most ``budget`` bytes (but one row at least), all chunks near the same size.
+def chunk_rows(n: int, row_bytes: int, budget: int, group: int = 1) -> int:
+    """Rows of a chunk: at most ``budget`` bytes (but one group of rows at least), all chunks near the same size.
 
     Large chunks are multiples of 256 rows (full matmul tiles), small ones of 16 (aligned slices of row operands).
     """
     most = max(1, budget // max(1, row_bytes))
     if most >= n:
         return max(1, n)
+    if group > 1:
+        groups, most = n // group, max(1, most // group)
+        return group * -(-groups // -(-groups // most))
     step = 512 if most >= 2048 else 256 if most >= 512 else 16 if most >= 32 else 1
     most -= most % step
     even = -(-n // -(-n // most))
@@ -120,12 +138,18 @@ class _Loop:
     ):
         self.program, self.text, self.device, self.mode = program, text, device, mode
         self.rows, self.whole, self.n, self.syms = rows, whole, n, tuple(syms)
+        self.group = number(self.program.group, self.syms)
+        hidden = [self.whole[s.input].shape[1] for s in self.program.sinks if s.kind == "contract"]
+        hidden += [self.rows[s.input].shape[1] for s in self.program.sinks if s.kind in ("outer", "outer_t")]
+        self.kept_rows = number(self.program.kept_rows, self.syms)
+        self.kept = [self._empty(*spec) for spec in kept_shapes(self.program, rows, whole, self.syms)]
+        self.live = LiveRows(text, device, n, max(hidden, default=0))
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
 
     def run(self, chunk_bytes: int) -> list[Tensor]:
         n, sinks = self.n, self.program.sinks
-        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes())
+        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes(), self.group)
         single = size >= n
         outputs: list[Tensor | None] = []
         sums: dict[int, Sum] = {}
@@ -142,50 +166,96 @@ class _Loop:
             sums[position] = Sum(fresh)
         if n:
             self._chunks(size, outputs, sums)
+            self.live.finish()
         for position, total in sums.items():
             result = total.tensor.to(dtype(sinks[position].dtype))
             outputs[position] = total.tensor = result  # frees the accumulator before the next cast
-        return cast("list[Tensor]", outputs)
+        return [*cast("list[Tensor]", outputs), *self.kept]
 
     def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, Sum]) -> None:
-        n, program, sinks = self.n, self.program, self.program.sinks
+        sinks = self.program.sinks
         buffers = [self._empty((size, width), kind) for width, kind in self.logits]
         widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
         body = self._body(widths, outputs, sums)
         # Summed from the buffer that holds the value: inside the body the sum would need a copy of it.
-        late_totals = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
+        late = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
         used_whole = [self.whole[i] for i in self.uses.whole]
         used_syms = [self.syms[i] for i in self.uses.syms]
         operands: list[Tensor] = []
-        for start in range(0, n, size):
-            stop = min(start + size, n)
+        for start, stop in self._spans(size):
             count = stop - start
-            logits = [buffer if count == size else buffer[:count] for buffer in buffers]
-            for projection, out in zip(program.projections, logits, strict=True):
-                hidden, weight = self.rows[projection.hidden][start:stop], self.whole[projection.weight]
-                if projection.bias is None:
-                    torch.mm(hidden, weight, out=out)
-                else:
-                    torch.addmm(self.whole[projection.bias], hidden, weight, out=out)
+            logits = self._project(start, stop, buffers)
             targets = []
             for position in body.plan.targets:
                 out_ = outputs[position]
                 targets.append(sums[position].tensor if out_ is None else out_[start:stop])
             used_rows = [self.rows[i][start:stop].contiguous() for i in self.uses.rows]
             operands = body.run(count, logits, used_rows, used_whole, used_syms, targets, widths)
-            by_value = dict(zip(body.plan.operands, operands, strict=True))
-            for position, sink in enumerate(sinks):
-                if sink.kind == "contract":
-                    result = cast(Tensor, outputs[position])
-                    self._contract(by_value[sink.value], self.whole[sink.input], result[start:stop])
-                elif sink.kind in ("outer", "outer_t"):
-                    value, other = by_value[sink.value], self.rows[sink.input][start:stop]
-                    left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
-                    add_product(sums[position], left, right)
-                elif position in late_totals:
-                    value = by_value[sink.value]
-                    sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
-            del operands, by_value, used_rows, targets
+            in_place = dict(body.plan.in_place)
+            for place in body.plan.operands:
+                mine = [i for i, s in enumerate(sinks) if s.value == place and (s.operand is not None or i in late)]
+                self._multiply(
+                    operands.pop(0), place in in_place, [(i, sinks[i]) for i in mine], start, stop, outputs, sums
+                )
+            del operands, used_rows, targets
+
+    def _spans(self, size: int) -> list[tuple[int, int]]:
+        """The chunks; none has both kept rows and others."""
+        kept = self.kept_rows
+        starts = sorted({*range(0, kept, size), *range(kept, self.n, size)})
+        return list(zip(starts, [*starts[1:], self.n]))
+
+    def _project(self, start: int, stop: int, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """The logits of rows ``start`` to ``stop``, one tensor a projection; kept ones are written where they stay."""
+        kept = dict(zip(self.program.keeps, self.kept)) if stop <= self.kept_rows else {}
+        known = dict(self.program.reuses) if stop <= self.kept_rows else {}
+        found = []
+        for place, projection in enumerate(self.program.projections):
+            out = kept[place][start:stop] if place in kept else buffers[place][: stop - start]
+            found.append(out)
+            hidden, weight = self.rows[projection.hidden][start:stop], self.whole[projection.weight]
+            if place in known:
+                out.copy_(self.whole[known[place]][start:stop])
+            elif projection.bias is None:
+                torch.mm(hidden, weight, out=out)
+            else:
+                torch.addmm(self.whole[projection.bias], hidden, weight, out=out)
+        return found
+
+    def _multiply(
+        self,
+        value: Tensor,
+        owned: bool,
+        sinks: Sequence[tuple[int, Sink]],
+        start: int,
+        stop: int,
+        outputs: Sequence[Tensor | None],
+        sums: dict[int, Sum],
+    ) -> None:
+        """Everything that one gradient ``value`` ``[stop - start, V]`` of a chunk is multiplied with or summed to.
+
+        ``owned``: its memory may be overwritten."""
+        weights = [self.whole[s.input] for _, s in sinks if s.kind == "contract"]
+        others = {i: self.rows[s.input][start:stop] for i, s in sinks if s.kind in ("outer", "outer_t")}
+        packing = self.live.of(value, weights, list(others.values()))
+        if packing is not None:
+            value = packing.rows_in_place(value) if owned else packing.rows(value)
+            others = {i: packing.rows(other) for i, other in others.items()}
+        for position, sink in sinks:
+            if sink.kind == "contract":
+                result = cast(Tensor, outputs[position])[start:stop]
+                if packing is None:
+                    self._contract(value, self.whole[sink.input], result)
+                else:
+                    packed = self._empty((value.shape[0], result.shape[1]), result.dtype)
+                    self._contract(value, self.whole[sink.input], packed)
+                    result.zero_().index_copy_(0, packing.order, packed)
+            elif sink.kind == "total":
+                sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
+            else:
+                other = others[position]
+                left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
+                add_product(sums[position], left, right)
 
     def _empty(self, dims: tuple[int, int], kind: torch.dtype) -> Tensor:
         return torch.empty(dims, dtype=kind, device=self.device)

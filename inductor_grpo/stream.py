@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from . import plan
+from . import keep, plan
 from ._compat import fxgraph
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
@@ -22,6 +22,7 @@ from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, 
 from .heads import find_heads
 from .layout import Layouts
 from .merge import merge
+from .one_pass import one_pass
 from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
 from .rules import RULES
@@ -29,12 +30,15 @@ from .rules.reductions import Reduction, Scan
 
 
 class Refused(Exception):
-    """A component cannot be streamed; ``heads`` are the positions of its heads in the graph."""
+    """A component cannot be streamed; ``heads`` are the positions of its heads in the graph.
 
-    def __init__(self, heads: frozenset[int], rejection: Rejection) -> None:
+    ``schedule`` names another schedule in which it may be possible after all."""
+
+    def __init__(self, heads: frozenset[int], rejection: Rejection, schedule: str | None = None) -> None:
         super().__init__(rejection)
         self.heads = heads
         self.rejection = rejection
+        self.schedule = schedule
 
 
 def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> Report:
@@ -54,7 +58,11 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     builder = GraphBuilder(graph, backward)
     _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
-    region = Region(builder, layouts, node_depths(graph, layouts), kept)
+    floors: dict[fx.Node, int] = {}
+    if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, settings)):
+        refusals.schedule = "two-pass"
+        fxgraph.sort_topologically(graph)
+    region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
@@ -64,6 +72,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
             raise refusals.of([component], rejection)
     put_in_place(builder, exits, calls, chosen, refusals)
     others = {node for component in components if component not in chosen for node in component.nodes}
+    others |= {node for draft in drafts for _, node in draft.reuses}  # kept because the settings ask for it
     return Report(rewrites, [_stays(node) for node in left_behind(graph, chosen, others)[:MOST_LEFT_BEHIND]])
 
 
@@ -72,6 +81,8 @@ class Refusals:
 
     def __init__(self, positions: dict[fx.Node, int]) -> None:
         self._positions = positions
+        self.schedule: str | None = None
+        """The schedule to try next."""
 
     def places(self, component: Component) -> frozenset[int]:
         """The positions of a component's heads."""
@@ -79,7 +90,7 @@ class Refusals:
 
     def of(self, components: list[Component], rejection: Rejection) -> Refused:
         """These components are refused together."""
-        return Refused(frozenset().union(*map(self.places, components)), rejection)
+        return Refused(frozenset().union(*map(self.places, components)), rejection, self.schedule)
 
     def at(self, components: list[Component], node: fx.Node, rejection: Rejection) -> Refused:
         """The component of a node is refused."""
@@ -275,10 +286,11 @@ def emit_calls(
 ) -> dict[int, dict[int, fx.Node]]:
     """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
     results: dict[int, dict[int, fx.Node]] = {}
+    using = {id(d): sorted({c.place for e in exits for c in e.contributions if c.draft is d}) for d in drafts}
+    drafts = sorted((d for d in drafts if using[id(d)]), key=lambda d: d.depth)
+    takers = keep.plan_kept(builder, drafts, settings)
     for draft in drafts:
-        used = sorted({c.place for exit in exits for c in exit.contributions if c.draft is draft})
-        if not used:
-            continue
+        used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
         op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
@@ -290,6 +302,8 @@ def emit_calls(
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)
         call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, settings.codegen)
         results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
+        for taker, place, own in takers.get(id(draft), ()):
+            taker.reuses.append((own, builder.getitem(call, len(used) + draft.keeps.index(place))))
     return results
 
 

@@ -299,7 +299,7 @@ class Recorder(CustomGraphPass):
                     facts.seam_calls += 1
                     facts.segment_sums += len(segment_program(node).sums)
                     continue
-                if target.namespace == NAMESPACE:
+                if target.namespace == NAMESPACE and "tangent" not in str(target):
                     facts.regions += 1
                     facts.matmuls += program_matmuls(node)
                     continue

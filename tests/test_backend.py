@@ -177,6 +177,8 @@ def test_uuid_covers_settings_environment_and_sources(monkeypatch: pytest.Monkey
         {},
         {"min_logits_bytes": 1},
         {"chunk_bytes": 1},
+        {"schedule": "two-pass"},
+        {"keep_bytes": 1},
         {"accumulate": "param"},
         {"require": True},
         {"disable": ("tiles",)},

@@ -35,4 +35,5 @@ def test_log_line_and_artifact(tmp_path: pathlib.Path) -> None:
     written = "".join(path.read_text() for path in traces.iterdir())
     assert "inductor_grpo" in written
     assert '"rewrites"' in written
-    assert '"selective_logprob"' in written
+    assert '"engine"' in written  # in one pass
+    assert '"one-pass"' in written

@@ -29,19 +29,27 @@ MIB = 2**20
 Inputs = dict[str, Tensor]
 
 
-def make_inputs(n: int, h: int, v: int, dtype: torch.dtype, device: str) -> Inputs:
-    """Hidden ``[n, h]``, weight ``[v, h]``, labels, old log-probs and advantages ``[n]`` of a plausible step."""
+def make_inputs(n: int, h: int, v: int, dtype: torch.dtype, device: str, live: float = 1.0) -> Inputs:
+    """Hidden ``[n, h]``, weight ``[v, h]``, labels, old log-probs, advantages and mask ``[n]`` of a plausible step; a
+    share of ``live`` rows is unmasked."""
     g = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n, h, generator=g, device=device).to(dtype)
     weight = (torch.randn(v, h, generator=g, device=device) * h**-0.5).to(dtype)
     labels = torch.randint(0, v, (n,), generator=g, device=device)
-    old = -torch.log(torch.tensor(float(v))) + 0.1 * torch.randn(n, generator=g, device=device)
+    noise = 0.1 * torch.randn(n, generator=g, device=device)
+    old = noise + torch.cat(
+        [
+            F.linear(x, weight).float().log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+            for x, y in zip(hidden.split(512), labels.split(512))
+        ]
+    )
     return {
         "hidden": hidden,
         "weight": weight,
         "labels": labels,
         "old": old,
         "advantages": torch.randn(n, generator=g, device=device),
+        "mask": (torch.rand(n, generator=g, device=device) < live).float(),
     }
 
 
@@ -69,13 +77,33 @@ def grpo_entropy(x: Inputs) -> Tensor:
     return (clipped(logp.gather(-1, x["labels"].unsqueeze(-1)).squeeze(-1), x) - 0.01 * entropy).mean()
 
 
+def masked(x: Inputs) -> Tensor:
+    """Token-level GRPO over the unmasked tokens."""
+    return (clipped(log_probs(x), x) * x["mask"]).sum() / x["mask"].sum()
+
+
+def gspo(x: Inputs) -> Tensor:
+    """Ratios of whole sequences, eight in a padded batch."""
+    rows = {name: x[name].view(8, -1) for name in ("old", "advantages", "mask")}
+    difference = (log_probs(x).view(8, -1) - rows["old"]) * rows["mask"]
+    ratio = torch.exp(difference.sum(-1, keepdim=True) / rows["mask"].sum(-1, keepdim=True))
+    objective = torch.min(ratio * rows["advantages"], ratio.clamp(0.8, 1.2) * rows["advantages"])
+    return -(objective * rows["mask"]).sum() / rows["mask"].sum()
+
+
 def forward(x: Inputs) -> Tensor:
     """Log-probs alone, without gradients."""
     with torch.no_grad():
         return log_probs(x)
 
 
-LOSSES: dict[str, Callable[[Inputs], Tensor]] = {"grpo": grpo, "entropy": grpo_entropy, "forward": forward}
+LOSSES: dict[str, Callable[[Inputs], Tensor]] = {
+    "grpo": grpo,
+    "entropy": grpo_entropy,
+    "forward": forward,
+    "masked": masked,
+    "gspo": gspo,
+}
 
 
 def floor(x: Inputs, training: bool) -> Callable[[], object]:
@@ -204,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ways", default="eager compile ours", help="separated by blanks; ours:chunk_bytes=... sets options"
     )
+    parser.add_argument("--live", type=float, default=1.0, help="share of unmasked tokens (masked, gspo)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="peak of the resident set instead of time (CPU)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -219,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for shape in given.shape or ["1024,512,32000"]:
         n, h, v = map(int, shape.split(","))
-        x = make_inputs(n, h, v, dtype, given.device)
+        x = make_inputs(n, h, v, dtype, given.device, given.live)
         base = measure(floor(x, given.loss != "forward"), given.device, given.repeats)["ms"]
         gc.collect()
         sys.stdout.write(f"\n{given.loss} N={n} H={h} V={v} {given.dtype} {given.device}, floor {base:.2f} ms\n")

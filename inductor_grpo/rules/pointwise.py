@@ -97,7 +97,8 @@ class Pointwise(Rule):
                 layouts.unite(layouts[a].space, layout.space)
 
     def emit(self, e: Emitter, node: fx.Node, rowmap: RowMap) -> fx.Node:
-        sizes, vocab = shape(node), e.layouts[node].vocab
+        layout = e.layouts.get(node)
+        sizes, vocab = shape(node), None if layout is None else layout.vocab
         if node.target in _COMPARISONS and vocab is not None:
             with e.recomputing():
                 return e.call(node.target, *[e.operand(a, sizes, vocab, rowmap) for a in node.args])

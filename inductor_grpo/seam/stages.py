@@ -87,7 +87,11 @@ def plan_stages(graph: fx.Graph, sums: list[Sum], late: set[fx.Node], with_total
             if place is not None:
                 stage_of(*place, depth[node], node in late).totals.append(node)
         for node in graph.nodes:
-            if is_total(node) and not value(node).dtype.is_complex and not any(node in stage.totals for stage in stages):
+            if (
+                is_total(node)
+                and not value(node).dtype.is_complex
+                and not any(node in stage.totals for stage in stages)
+            ):
                 _attach(node, depth[node], node in late, stages)
     return sorted(stages, key=lambda stage: (stage.late, stage.level))
 
