@@ -68,9 +68,20 @@ def one_pass(
             floors, done = found, [*done, *group]
     mine = {layouts[n].space for twin in done for n in twin.wide(layouts)}
     layouts.drop({n for n in grouped if layouts.space_of(n) not in mine})
+    factors = {t.tangent: _factor(builder, [other for other in done if other.tangent is t.tangent]) for t in done}
     for twin in done:
-        twin.put_in_place(builder, settings)
+        twin.put_in_place(builder, factors[twin.tangent], settings)
     return floors
+
+
+def _factor(builder: GraphBuilder, twins: list[_Twin]) -> fx.Node:
+    """The tangent of some components as a number.
+
+    A second derivative is refused by torch where the backward has an input that requires a gradient, as any other
+    schedule's has: so this has all that their gradients are computed from."""
+    before = _ancestors([exit for twin in twins for exit in twin.exits], None)
+    kept = [n for n in builder.graph.nodes if n.op == "placeholder" and n in before and _may_have_gradient(n)]
+    return builder.call(torch.ops.inductor_grpo.tangent.default, builder.view(twins[0].tangent, []), kept)
 
 
 class _Twin:
@@ -87,12 +98,8 @@ class _Twin:
         """The vocabulary-sized nodes that the component's programs compute."""
         return [n for n in self.component.nodes if n not in self.of and layouts.is_wide(n)]
 
-    def put_in_place(self, builder: GraphBuilder, settings: Settings) -> None:
-        """What reads an exit reads its twin times the tangent."""
-        # A second derivative is refused by torch where the backward has an input that requires a gradient, as any
-        # other schedule's has.
-        kept = [n for n in _ancestors(self.exits, None) if n.op == "placeholder" and _may_have_gradient(n)]
-        factor = builder.call(torch.ops.inductor_grpo.tangent.default, builder.view(self.tangent, []), kept)
+    def put_in_place(self, builder: GraphBuilder, factor: fx.Node, settings: Settings) -> None:
+        """What reads an exit reads its twin times the tangent, ``factor``."""
         keeps_sums = plan.keeps_sums(self.component, settings)
         for exit in self.exits:
             scaled, dtype = self.of[exit], value(exit).dtype
