@@ -215,6 +215,76 @@ def comparison(new, old, adv, ids, n):
     return clipped((hot * mean.exp()).sum(1), adv).sum()
 
 
+def longer_table_from_the_end(new, old, adv, ids, n):
+    """Negative ids count from the end of each tensor, and the table has another end than the sums."""
+    ids = torch.where(adv > 0, ids, ids - n)
+    total = new.new_zeros(n).index_put((ids,), new - old, accumulate=True)
+    return clipped(total.exp()[ids], torch.linspace(-1, 1, n + 3, device=new.device)[ids]).sum()
+
+
+def one_hot_counts(new, old, adv, ids, n):
+    """A product of int64 and bool counts; a product with int32 is int64."""
+    hot = F.one_hot(ids, 6)
+    tokens = (hot * (adv > 0)[:, None]).sum(0)
+    return (tokens[ids] * new).sum(), tokens, (hot * (adv * 5).int()[:, None]).sum(0)
+
+
+def one_hot_wider(new, old, adv, ids, n):
+    hot = F.one_hot(ids, 6).double()
+    total = (hot * (new - old)[:, None]).sum(0)
+    return total, clipped((hot * total.exp()).sum(1), adv).sum()
+
+
+class TwiceTheGradient(torch.autograd.Function):
+    """``table[ids]``; half precision keeps ``index_add`` and its factor in the backward."""
+
+    @staticmethod
+    def forward(ctx, table, ids):
+        ctx.save_for_backward(ids)
+        ctx.count = len(table)
+        return table[ids]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (ids,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.count).index_add(0, ids, gradient, alpha=2), None
+
+
+def factor_in_the_backward(new, old, adv, ids, n):
+    total = new.new_zeros(n).index_add(0, ids, new - old)
+    return (TwiceTheGradient.apply(total.exp(), ids) * adv).sum()
+
+
+def sums_of_a_dtype(new, old, adv, ids, n):
+    """Totals that are told in what they add up."""
+    total = new.new_zeros(n).index_add(0, ids, new - old)
+    ratio = total.exp()[ids]
+    return (ratio * adv).sum(dtype=torch.float64), (ratio.detach() * 3).sum(dtype=torch.int64)
+
+
+def large_constants(new, old, adv, ids, n):
+    """Integers that fp32 does not hold, and one element that widens what it meets."""
+    values = (adv * 10).long() * torch.full_like(ids, 16777217) + 123456789123
+    total = ids.new_zeros(n).index_add(0, ids, values)
+    wide = ids.new_zeros(n).index_add(0, ids, (adv * 9).int() * torch.full((1,), 3_000_000_000, device=new.device))
+    return (total[ids] * new * 1e-9).sum(), total, values.sum(), (wide[ids] + total[ids]).sum()
+
+
+def input_written_at_the_end(new, old, adv, ids, n):
+    """The terms read what the input held before; ``new`` has no gradient here."""
+    weight = old * 2 + 1
+    total = new.new_zeros(n).index_add(0, ids, (new - old).detach() * weight)
+    loss = clipped(total.exp()[ids], weight).sum()
+    old.mul_(3).add_(1)
+    return loss, old + 0
+
+
+def complex_values(new, old, adv, ids, n):
+    values = torch.complex(new - old, adv)
+    total = torch.zeros(n, dtype=values.dtype, device=new.device).index_put((ids,), values, accumulate=True)
+    return torch.view_as_real(total).sum(-1)
+
+
 def amax(new, old, adv, ids, n):
     top = new.new_full((n,), -10.0).scatter_reduce(0, ids, (new - old).detach(), "amax")
     return (top[ids] * new).sum()
@@ -273,6 +343,13 @@ SPELLINGS: dict[str, Any] = {
     "stacked": _packed(stacked, (2, 3)),
     "one_hot": _packed(one_hot, (3, 5)),  # one of them counts values that are not finite
     "comparison": _packed(comparison, (3, 5)),
+    "longer_table_from_the_end": _packed(longer_table_from_the_end, (2, 2)),
+    "one_hot_counts": _packed(one_hot_counts, (1, 2)),
+    "one_hot_wider": _packed(one_hot_wider, (3, 4)),
+    "factor_in_the_backward": lambda: (factor_in_the_backward, packed_args(dtype=torch.bfloat16), (1, 2)),
+    "sums_of_a_dtype": _packed(sums_of_a_dtype, (1, 2)),
+    "large_constants": _packed(large_constants, (1, 2)),
+    "input_written_at_the_end": _packed(input_written_at_the_end, (1, 1)),
 }
 
 BREAKS_WHEN_DYNAMIC = ("one_hot",)
@@ -282,12 +359,21 @@ CALLS_WHEN_FUSED = {
     "fast_llm_one_token": 3,  # one element is a scalar, of a static size: no factor is taken out
     "scatter_reduce_mean_keeps_empty": 2,  # a total after the sums
     "two_losses": 3,  # likewise, and the backward's sum waits for two gradients
+    "factor_in_the_backward": 2,
+    "sums_of_a_dtype": 2,
+    "large_constants": 2,
+    "input_written_at_the_end": 2,
 }
 """Where the totals take a call of their own."""
 
 LEFT: dict[str, Any] = {
     name: lambda f=function: (f, packed_args())
-    for name, function in {"amax": amax, "overwrite": overwrite, "embedding": embedding}.items()
+    for name, function in {
+        "amax": amax,
+        "overwrite": overwrite,
+        "embedding": embedding,
+        "complex": complex_values,
+    }.items()
 }
 
 
