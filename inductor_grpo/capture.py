@@ -26,8 +26,8 @@ from inductor_grpo.report import Report
 class Stage:
     """A graph at one point of its compilation; ``graph`` is a copy that stays as it was.
 
-    In order: "joint" (as AOTAutograd made it), "normalised", what passes of ours name, "rewritten"; then "forward" and
-    "backward", or "inference", as the partitioner cut it.
+    In order: "joint" (as AOTAutograd made it), "normalised", "streamed" (where sums per segment are rewritten after the
+    logits), "rewritten"; then "forward" and "backward", or "inference", as the partitioner cut it.
     """
 
     name: str
@@ -36,12 +36,13 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The body of a chunk program with the users' lines; ``patterns`` took part in it, ``values`` are what it gives."""
+    """The body of a chunk program with the users' lines; ``patterns`` took part in it, ``values`` are what it gives,
+    ``gradients`` whether gradients are among them: it is a backward, or both passes in one."""
 
     graph: fx.Graph
     values: tuple[fx.Node, ...]
     patterns: tuple[str, ...]
-    backward: bool
+    gradients: bool
 
 
 @dataclasses.dataclass
@@ -194,7 +195,7 @@ def observe(stage: str, graph: fx.Graph) -> None:
     stages.append(Stage(stage, copy_of(graph)))
 
 
-def observe_body(graph: fx.Graph, values: Sequence[fx.Node], patterns: Sequence[str] | None, backward: bool) -> None:
+def observe_body(graph: fx.Graph, values: Sequence[fx.Node], patterns: Sequence[str] | None, gradients: bool) -> None:
     """The body of a chunk program was written."""
     current = _open.get() if _captures else None
     if current is not None:
@@ -202,7 +203,7 @@ def observe_body(graph: fx.Graph, values: Sequence[fx.Node], patterns: Sequence[
         env: dict[fx.Node, fx.Node] = {}
         copy.graph_copy(graph, env)
         kept = tuple(env[v] for v in values)
-        current.graph.bodies.append(Body(copy, kept, tuple(patterns or ()), backward))
+        current.graph.bodies.append(Body(copy, kept, tuple(patterns or ()), gradients))
 
 
 def note(text: str) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 
 import torch.fx as fx
 
 from . import ops, plan
-from .capture import observe
+from .capture import observe, tried
 from .components import given_logits, largest_product
 from .config import Settings
 from .graph import nbytes, node_arg
 from .normalise import copied, normalise
 from .report import Location, Rejection, Report, op_name
+from .seam import NAME as SEAM
 from .seam import fuse_seams
 from .seam.ops import segments
 from .stream import Refused, stream
@@ -34,8 +36,10 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
     Returns what was rewritten and, for each region that was not, why.
     """
     observe("joint", graph)
-    candidate, report = _with_streams(graph, settings)
-    candidate, seams = _with_seams(candidate, settings, len(report.rewrites))
+    streamed, report = _with_streams(graph, settings)
+    candidate, seams = _with_seams(streamed, settings, len(report.rewrites))
+    if report.rewrites and seams.rewrites:
+        observe("streamed", streamed)
     if not report:
         rejection = _without_head(candidate, settings)
         if rejection.code != "NO_HEAD" or not seams:
@@ -71,8 +75,11 @@ def _with_streams(graph: fx.Graph, settings: Settings) -> tuple[fx.Graph, Report
 def _with_seams(graph: fx.Graph, settings: Settings, rewrites: int) -> tuple[fx.Graph, Report]:
     """A copy in which the sums per segment are taken together; a fault there must not cost the streams."""
     candidate = copied(graph)
+    started = time.perf_counter()
     try:
-        return candidate, fuse_seams(candidate, settings, rewrites)
+        report = fuse_seams(candidate, settings, rewrites)
+        tried(SEAM, bool(report.rewrites), time.perf_counter() - started)
+        return candidate, report
     except Exception as error:
         log.warning("the sums per segment stay as they were", exc_info=True)
         message = f"{type(error).__name__}: {error}; please report this"

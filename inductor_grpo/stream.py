@@ -296,7 +296,9 @@ def emit_calls(
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
             op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
-        observe_body(draft.graph, [draft.outputs[p].value for p in used], draft.patterns, draft.depth >= TANGENT_DEPTH)
+        outputs = [draft.outputs[p] for p in used]
+        gradients = draft.depth >= TANGENT_DEPTH or any(o.kind not in ("row", "total") for o in outputs)
+        observe_body(draft.graph, [o.value for o in outputs], draft.patterns, gradients)
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
         n = builder.dim(numel(draft.rows))
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)

@@ -53,6 +53,14 @@ def broken(hidden, weight, labels):
     return logits.logsumexp(-1).sum()
 
 
+def per_sequence(hidden, weight, labels):
+    logp = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    ids = torch.arange(24) // 8
+    total = logp.new_zeros(3).index_add_(0, ids, logp - logp.detach())
+    ratio = total.exp()[ids]
+    return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
 def inputs():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (24, 101))
@@ -96,6 +104,8 @@ if __name__ == "__main__":
     losses.compiles()
 """
 SET = ("--set", "min_logits_bytes=0", "--quiet")
+TWO_PASS = ("--set", "schedule=two-pass")
+TILED = "two-pass, vocabulary tiles"
 
 
 @pytest.fixture
@@ -129,21 +139,24 @@ def call(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_explain_function_with_inputs(call: Any) -> None:
-    code, out, _ = call("explain", "losses:loss", "--inputs", "inputs", *SET, "--expect", "selective_logprob=1")
-    assert code == cli.OK
-    assert "1 graph compiled, 0 graph breaks: 1 rewrite, 0 rejections" in out
-    row = next(line for line in out.splitlines() if "losses.py:8 in loss" in line)
-    assert row.split()[3:] == [
-        "selective_logprob",
-        "two-pass,",
-        "vocabulary",
-        "tiles",
-        "18.9",
-        "KiB",
-        "9.5",
-        "KiB",
-        "4",
-    ]
+    for schedule, expected, row in (
+        ("auto", "engine=1", ("engine", "one-pass", "18.9 KiB", "9.5 KiB", "3")),
+        ("two-pass", "selective_logprob=1", ("selective_logprob", TILED, "18.9 KiB", "9.5 KiB", "4")),
+    ):
+        more = ("--set", f"schedule={schedule}", "--expect", expected)
+        code, out, err = call("explain", "losses:loss", "--inputs", "inputs", *SET, *more)
+        assert code == cli.OK, err
+        assert "1 graph compiled, 0 graph breaks: 1 rewrite, 0 rejections" in out
+        line = next(line for line in out.splitlines() if "losses.py:8 in loss" in line)
+        assert tuple(re.split(r"  +", line.strip())[1:]) == row
+
+
+def test_a_seam_is_a_rewrite_without_matmuls(call: Any) -> None:
+    code, out, err = call("explain", "losses:per_sequence", "--inputs", "inputs", *SET, "--expect", "segment_sums=2")
+    assert code == cli.OK, err
+    assert len(re.findall(r"in per_sequence  +segment_sums  +one call: 1 sum per segment +- +- +-\n", out)) == 2
+    data = json.loads(call("explain", "losses:per_sequence", "--inputs", "inputs", "--json", *SET)[1])
+    assert [r["pattern"] for r in data["graphs"][0]["rewrites"]][1:] == ["segment_sums", "segment_sums"]
 
 
 @pytest.mark.parametrize("target", ["losses:pair", "losses:with_keywords", "losses:compiles", "script.py"])
@@ -209,7 +222,12 @@ def test_json(call: Any) -> None:
     code, out, err = call("explain", "script.py", "--json", *SET)
     assert code == cli.OK and "arguments" in err
     data = json.loads(out)
-    assert data["rewrites"] == 1 and data["graphs"][0]["rewrites"][0]["pattern"] == "selective_logprob"
+    (rewrite,) = data["graphs"][0]["rewrites"]
+    assert data["rewrites"] == 1 and data["graphs"][0]["near_misses"] == []
+    assert (rewrite["pattern"], rewrite["schedule"], rewrite["matmuls"]) == ("engine", "one-pass", 3)
+    _, out = call("explain", "script.py", "--json", *SET, *TWO_PASS)[:2]
+    (rewrite,) = json.loads(out)["graphs"][0]["rewrites"]
+    assert (rewrite["pattern"], rewrite["schedule"], rewrite["matmuls"]) == ("selective_logprob", TILED, 4)
     _, out, _ = call("explain", "losses:broken", "--inputs", "inputs", "--json", *SET)
     first, second = json.loads(out)["graphs"]
     assert first["graph_break"]["location"]["line"] == 24 and second["graph_break"] is None
@@ -219,21 +237,34 @@ def test_json(call: Any) -> None:
 
 
 def test_near_miss_names_pattern_and_first_difference(call: Any) -> None:
-    _, out, _ = call("explain", "losses:squares", "--inputs", "inputs", *SET)
+    _, out, _ = call("explain", "losses:squares", "--inputs", "inputs", *SET, *TWO_PASS)
     assert "losses.py:19 in squares  closest to selective_logprob: 3 of 4 operations agree" in out
     assert "expected aten.exp, found aten.pow.Tensor_Scalar" in out and "hint: " in out
-    _, out, _ = call("explain", "losses:squares", "--inputs", "inputs", "--json", *SET)
+    _, out, _ = call("explain", "losses:squares", "--inputs", "inputs", "--json", *SET, *TWO_PASS)
     (near,) = json.loads(out)["graphs"][0]["near_misses"]
     assert (near["pattern"], near["agree"], near["total"], near["location"]["line"]) == ("selective_logprob", 3, 4, 19)
+
+
+@pytest.mark.parametrize("name", ["loss", "squares"])
+def test_one_pass_has_no_near_misses(call: Any, name: str) -> None:
+    """A pattern would not have been used in it."""
+    _, out, _ = call("explain", f"losses:{name}", "--inputs", "inputs", *SET)
+    assert "one-pass" in out and "Near misses" not in out
 
 
 @pinned
 def test_text(call: Any) -> None:
     texts = []
-    for name in ("loss", "over_tokens", "squares", "broken"):
-        texts.append(
-            f"$ inductor-grpo explain losses:{name}\n{call('explain', f'losses:{name}', '--inputs', 'inputs', *SET)[1]}"
-        )
+    for name, more in (
+        ("loss", ()),
+        ("loss", TWO_PASS),
+        ("over_tokens", ()),
+        ("squares", TWO_PASS),
+        ("per_sequence", ()),
+        ("broken", ()),
+    ):
+        text = call("explain", f"losses:{name}", "--inputs", "inputs", *SET, *more)[1]
+        texts.append(f"$ {' '.join(('inductor-grpo explain', f'losses:{name}', *more))}\n{text}")
     assert_file("cli_explain", "\n".join(texts))
 
 
@@ -248,13 +279,17 @@ def test_a_sign_of_life() -> None:
 # ---------------------------------------------------------------- dump and diff
 
 
-def test_dump_and_its_scripts(call: Any, folder: pathlib.Path) -> None:
-    code, out, _ = call("dump", "losses:compiles", "-o", "out", "--codegen", "eager", *SET)
+@pytest.mark.parametrize("schedule", ["one-pass", "two-pass"])
+def test_dump_and_its_scripts(call: Any, folder: pathlib.Path, schedule: str) -> None:
+    more = ("--set", f"schedule={schedule}")
+    code, out, _ = call("dump", "losses:compiles", "-o", "out", "--codegen", "eager", *SET, *more)
     assert code == cli.OK
     files = {path.name for path in (folder / "out" / "graph-1").iterdir()}
     stages = [f"{n:02}_{name}" for n, name in enumerate(("joint", "normalised", "rewritten", "forward", "backward"))]
     assert {f"{stage}.{kind}" for stage in stages for kind in ("txt", "py", "dot")} <= files
-    assert {"05_program-1.txt", "05_program-2.json", "report.txt", "report.json"} <= files
+    programs = {f"05_program-{n}.{kind}" for n in range(1, 2 + (schedule == "two-pass")) for kind in ("txt", "json")}
+    assert {name for name in files if "program" in name} == programs
+    assert {"report.txt", "report.json"} <= files and schedule in (folder / "out" / "report.txt").read_text()
     assert sorted(out.split()) == sorted(
         str(path.relative_to(folder)) for path in (folder / "out").rglob("*") if path.is_file()
     )
@@ -276,6 +311,18 @@ def test_dump_and_its_scripts(call: Any, folder: pathlib.Path) -> None:
     assert call("diff", "out", "out/report.txt")[0] == cli.USAGE
 
 
+def test_dump_of_logits_and_a_seam(call: Any, folder: pathlib.Path) -> None:
+    """What the logits became is a stage, with the sums as they were written; then these are programs, too."""
+    run = ("losses:per_sequence", "--inputs", "inputs", "-o", "out", "--codegen", "eager", *SET)
+    assert call("dump", *run)[0] == cli.OK
+    streamed, rewritten = (folder / "out" / "graph-1" / f"{name}.txt" for name in ("02_streamed", "03_rewritten"))
+    assert "inductor_grpo.tiles" in streamed.read_text() and "inductor_grpo.segments" not in streamed.read_text()
+    assert "index_put" in streamed.read_text() and "index_put" not in rewritten.read_text()
+    assert rewritten.read_text().count("= inductor_grpo.segments(") == 2
+    programs = [path.read_text() for path in sorted((folder / "out" / "graph-1").glob("*_program-*.txt"))]
+    assert [p for p in programs if "keep sum per segment" in p] and [p for p in programs if "logits[0] =" in p]
+
+
 def test_two_dumps_of_one_loss_are_equal(call: Any, folder: pathlib.Path) -> None:
     for name in ("a", "b"):
         call("dump", "losses:pair", "-o", name, "--codegen", "eager", *SET)
@@ -295,7 +342,7 @@ def test_dump_with_generated_code_and_from_a_warm_cache(folder: pathlib.Path) ->
     assert "torch.ops.inductor_grpo" in code and (cold / "07_code_backward.py").exists()
     assert "came from Inductor's cache" in (warm / "00_no_graphs.txt").read_text()
     report = json.loads((warm / "report.json").read_text())
-    assert report["from_cache"] and report["rewrites"][0]["pattern"] == "selective_logprob"
+    assert report["from_cache"] and report["rewrites"][0]["schedule"] == "one-pass"
     assert "(from cache)" in (folder / "warm" / "report.txt").read_text()
 
 
@@ -309,7 +356,7 @@ def test_html_report(call: Any, folder: pathlib.Path) -> None:
     assert code == cli.OK and "page.html: 1 rewrite" in out
     page = (folder / "page.html").read_text()
     assert "<svg" in page and "peak" in page and "logits = F.linear(hidden, weight)" in page
-    assert page.count('class="op program"') == 2 and 'class="op region"' in page
+    assert page.count('class="op program"') == 1 and 'class="op region"' in page
     assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page), "it must open without a network"
     code, _, _ = call("report", "losses:over_tokens", "--inputs", "inputs", "-o", "page.html", *SET)
     page = (folder / "page.html").read_text()
@@ -350,7 +397,14 @@ def test_patterns(call: Any) -> None:
     assert code == cli.OK
     for name in ("selective_logprob", "logprob_entropy", "over_rows", "aten.gather", "SelectionScatter"):
         assert name in out
+    for name in ("segment_sums: Sums per segment", "mean_by_index_add", "leaves  largest_by_scatter_reduce: a maximum"):
+        assert name in out
+    code, out, _ = call("patterns", "losses:per_sequence", "--inputs", "inputs", *SET)
+    assert code == cli.OK and re.search(r"segment_sums: .* \[1 of 1 tries, \d+\.\d ms\]", out)
     code, out, _ = call("patterns", "losses:compiles", *SET)
+    assert re.search(r"selective_logprob: .* \[0 of 0 tries", out), "one pass needs no pattern"
+    assert re.search(r"segment_sums: .* \[0 of 1 tries", out)
+    code, out, _ = call("patterns", "losses:compiles", *SET, *TWO_PASS)
     assert code == cli.OK and re.search(r"selective_logprob: .* \[1 of 1 tries, \d+\.\d ms\]", out)
     assert re.search(r"Gather: .* \[used [1-9]\d* times\]", out)
 
@@ -360,6 +414,9 @@ def test_patterns_check_runs_examples_and_near_misses(call: Any, monkeypatch: py
 
     checks, trials = catalogue.check(["selective_logprob"])
     assert [c.ok for c in checks] == [True] * 7 and trials["selective_logprob"].hits >= 5
+    checks, trials = catalogue.check(["segment_sums"])
+    assert [(c.takes, c.should) for c in checks] == [(True, True)] * 3 + [(False, False)]
+    assert (trials["segment_sums"].hits, trials["segment_sums"].tries) == (3, 4)
     broken = catalogue.Check("selective_logprob", "over_rows", takes=True, should=False)
     monkeypatch.setattr(catalogue, "check", lambda: ([broken], {}))
     code, out, _ = call("patterns", "--check")

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import inductor_grpo
-from inductor_grpo import canonical
+from inductor_grpo import canonical, seam
 from inductor_grpo.explain import fresh_copy
 from inductor_grpo.pattern import all_patterns
-from inductor_grpo.patterns import naive
+from inductor_grpo.patterns import naive, segment_sums
 from tests import harness
 from tests.corpus.spellings import ids, normal
 from tests.snapshots import Inline, assert_file, pinned
@@ -26,17 +26,19 @@ N, H, V = 12, 8, 60
 
 @dataclasses.dataclass(frozen=True)
 class Shot:
-    """A function to rewrite, how, and what is to come out of it: schedule, matmuls, pattern."""
+    """A function to rewrite, how, and what is to come out of it: schedule, matmuls, pattern of each rewrite."""
 
     name: str
     function: Callable[..., Any]
-    schedule: str
-    matmuls: int
-    pattern: str
+    rewrites: tuple[tuple[str, int, str], ...]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grad: bool = True
     dynamic: bool = False
     dtype: torch.dtype = torch.float32
+    packed: bool = False
+    """The function takes log-probs of tokens and their segments, not hidden, weight and labels."""
+    fused: bool = False
+    """The call that sums computes the terms, too, as on CUDA."""
 
 
 def clipped(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -51,28 +53,80 @@ def with_bias(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight, torch.ones(V)), labels)
 
 
+def packed() -> tuple[Any, ...]:
+    """New log-probs, mask, advantages, old log-probs, ids, number of segments, labels of each token's segment, divisor."""
+    new, old, adv = (normal(N, seed=seed, scale=0.3) for seed in (1, 2, 3))
+    segments = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
+    mask = torch.arange(N) % 5 > 0
+    labels = torch.zeros(3).index_add_(0, segments, mask.float())[segments]
+    return new.requires_grad_(), mask, adv, old, segments, 3, labels, 10.0
+
+
+def per_sequence(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The clipped loss of sequences of four tokens, from the logits on."""
+    logp = naive.log_softmax_gather(hidden, weight, labels)
+    segments = torch.arange(N) // 4
+    return segment_sums.mean_by_index_add(logp, logp.detach(), torch.ones(N), segments, N // 4)
+
+
+ROWS_OF_TWO = {"disable": "tiles", "schedule": "two-pass"}
 SHOTS = (
-    Shot("selective_logprob", naive.log_softmax_gather, "two-pass, vocabulary tiles", 4, "selective_logprob"),
+    Shot("selective_logprob", naive.log_softmax_gather, (("two-pass, vocabulary tiles", 4, "selective_logprob"),)),
     Shot(
-        "logprob_entropy", naive.entropy_of_both, "two-pass, vocabulary tiles", 4, "logprob_entropy+selective_logprob"
+        "logprob_entropy",
+        naive.entropy_of_both,
+        (("two-pass, vocabulary tiles", 4, "logprob_entropy+selective_logprob"),),
     ),
-    Shot("engine_two_pass", clipped, "two-pass", 4, "engine", {"disable": "tiles"}),
-    Shot("engine_forward", naive.gather_minus_logsumexp, "forward", 1, "engine", {"disable": "tiles"}, grad=False),
-    Shot("engine_bias_bf16", with_bias, "two-pass", 4, "engine", {"disable": "tiles"}, dtype=torch.bfloat16),
-    Shot("dynamic_rows", naive.log_softmax_gather, "two-pass", 4, "engine", {"disable": "tiles"}, dynamic=True),
+    Shot("engine_one_pass", clipped, (("one-pass", 3, "engine"),)),
+    Shot("engine_two_pass", clipped, (("two-pass", 4, "engine"),), ROWS_OF_TWO),
+    Shot(
+        "engine_forward", naive.gather_minus_logsumexp, (("forward", 1, "engine"),), {"disable": "tiles"}, grad=False
+    ),
+    Shot("engine_bias_bf16", with_bias, (("two-pass", 4, "engine"),), ROWS_OF_TWO, dtype=torch.bfloat16),
+    Shot("dynamic_rows", naive.log_softmax_gather, (("two-pass", 4, "engine"),), {"disable": "tiles"}, dynamic=True),
+    Shot(
+        "segment_sums",
+        segment_sums.weighted_by_label_count,
+        (("one call: 2 sums per segment", 0, "segment_sums"), ("one call: 1 sum per segment", 0, "segment_sums")),
+        packed=True,
+    ),
+    Shot(
+        "segment_sums_fused",
+        segment_sums.weighted_by_label_count,
+        (
+            ("one kernel: 2 sums per segment, 1 total", 0, "segment_sums"),
+            ("one kernel: 1 sum per segment, 1 total", 0, "segment_sums"),
+        ),
+        packed=True,
+        fused=True,
+    ),
 )
 
 
+@pytest.fixture
+def shot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Shot:
+    found: Shot = request.param
+    if found.fused:
+        monkeypatch.setattr(seam, "FUSED_DEVICES", ("cpu", "cuda"))
+    return found
+
+
+every_shot = pytest.mark.parametrize("shot", SHOTS, ids=lambda shot: shot.name, indirect=True)
+
+
 def captured(shot: Shot) -> inductor_grpo.Capture:
-    hidden = normal(N, H, seed=1, grad=shot.grad, dtype=shot.dtype)
-    weight = normal(V, H, seed=2, grad=shot.grad, dtype=shot.dtype)
-    function = shot.function
+    function, args = shot.function, packed() if shot.packed else _head(shot)
     if shot.dtype is not torch.float32 and function is with_bias:
         function = with_bias_of(shot.dtype)
     compiled = harness.compiled(fresh_copy(function), 5 * V * 4, dynamic=shot.dynamic, generalise=False, **shot.options)
     with inductor_grpo.capture() as found:
-        compiled(hidden, weight, ids(N, high=V))
+        compiled(*args)
     return found
+
+
+def _head(shot: Shot) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = normal(N, H, seed=1, grad=shot.grad, dtype=shot.dtype)
+    return hidden, normal(V, H, seed=2, grad=shot.grad, dtype=shot.dtype), ids(N, high=V)
 
 
 def with_bias_of(dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -82,17 +136,16 @@ def with_bias_of(dtype: torch.dtype) -> Callable[..., Tensor]:
     return with_bias
 
 
-@pytest.mark.parametrize("shot", SHOTS, ids=lambda shot: shot.name)
+@every_shot
 def test_counts(shot: Shot) -> None:
     found = captured(shot)
     assert len(found.graphs) == 1
-    (rewrite,) = found.report.rewrites
     assert not found.report.rejections
-    assert (rewrite.schedule, rewrite.matmuls, rewrite.pattern) == (shot.schedule, shot.matmuls, shot.pattern)
+    assert tuple((r.schedule, r.matmuls, r.pattern) for r in found.report.rewrites) == shot.rewrites
 
 
 @pinned
-@pytest.mark.parametrize("shot", SHOTS, ids=lambda shot: shot.name)
+@every_shot
 def test_before_and_after(shot: Shot) -> None:
     (graph,) = captured(shot).graphs
     parts = []
@@ -104,7 +157,20 @@ def test_before_and_after(shot: Shot) -> None:
 
 
 def test_every_pattern_has_a_snapshot() -> None:
-    assert set(all_patterns()) <= {shot.name for shot in SHOTS}
+    assert {*all_patterns(), seam.NAME} <= {shot.name for shot in SHOTS}
+
+
+def test_stages_of_logits_and_seam() -> None:
+    """Both in one graph: what the logits became is a stage of its own, with the sums as they were written."""
+    found = captured(Shot("both", per_sequence, ()))
+    (graph,) = found.graphs
+    assert [s.name for s in graph.stages][:4] == ["joint", "normalised", "streamed", "rewritten"]
+    assert [r.pattern for r in found.report.rewrites].count(seam.NAME) == len(found.report.rewrites) - 1
+    texts = {s.name: canonical.text(s.graph) for s in graph.stages}
+    for name, rows, sums in (("normalised", False, False), ("streamed", True, False), ("rewritten", True, True)):
+        assert ("inductor_grpo.rows" in texts[name] or "inductor_grpo.tiles" in texts[name]) == rows, name
+        assert ("inductor_grpo.segments" in texts[name]) == sums, name
+        assert ("aten.index_add" in texts[name] or "aten.index_put" in texts[name]) != sums, name
 
 
 @pinned

@@ -42,7 +42,7 @@ def as_text(found: dict[str, Trial] | None = None) -> str:
         lines += [f"      leaves  {m.function.__name__}: {m.why}" for m in pattern.near_misses]
         lines += [f"      hint    {hint}" for hint in pattern.hints]
     lines += ["", "Seams"]
-    lines.append(f"  {SEAM}: {_first(segment_sums)}")
+    lines.append(f"  {SEAM}: {_first(segment_sums)}{_numbers(found, SEAM, timed=True)}")
     lines += [f"      takes   {example.__name__}: {_first(example)}" for example in segment_sums.EXAMPLES]
     lines += [f"      leaves  {m.__name__}: {_first(m).removeprefix('Near miss: ')}" for m in segment_sums.NEAR_MISSES]
     lines += [f"      hint    {hint}" for hint in segment_sums.HINTS]

@@ -20,10 +20,10 @@ from ..graph import GraphBuilder, target_of, value
 from ..report import Location, Rejection, Report, Rewrite
 from . import launch
 from .hoist import Hoist
-from .recompute import recompute_token_terms
+from .recompute import is_cheap, recompute_token_terms
 from .spellings import normalise_sums
 from .stages import Stage, emit_stage, plan_stages
-from .sums import Sum, find_sums
+from .sums import Sum, find_sums, gathered
 
 NAME = "segment_sums"
 FUSED_DEVICES = ("cuda",)
@@ -74,9 +74,29 @@ def _reason_to_leave(s: Sum, settings: Settings, rewrites: int) -> Rejection | N
     return None
 
 
+def _read_by_tokens_alone(s: Sum) -> bool:
+    """Whether all that becomes of a sum is read through its ids.
+
+    A gradient that is not finite, of a loss divided by zero, makes ``0 * inf`` of the sum over no tokens, which nobody
+    reads then."""
+    work, seen = [s.node], {s.node}
+    while work:
+        for user in work.pop().users:
+            read = gathered(user)
+            if user in seen or (read is not None and read[1].same_as(s.ids)):
+                continue
+            if not is_cheap(user):
+                return False
+            seen.add(user)
+            work.append(user)
+    return True
+
+
 def _without_tangent(builder: GraphBuilder, s: Sum, late: set[fx.Node]) -> Sum:
     """The same sum as a product of the loss's gradient and a sum that does not wait for it, where it is one."""
-    product = None if s.base is not None or s.mean is not None else Hoist(builder, late).split(s.values)
+    if s.base is not None or s.mean is not None or not _read_by_tokens_alone(s):
+        return s
+    product = Hoist(builder, late).split(s.values)
     if product is None or product.rest is None:
         return s
     args = list(s.node.args)

@@ -22,7 +22,7 @@ def recompute_token_terms(graph: fx.Graph, tokens: list[Size], late: set[fx.Node
         if node.op == "placeholder":
             if node not in written:
                 plain.add(node)
-        elif node not in late and _is_cheap(node) and all(a in plain for a in node.all_input_nodes):
+        elif node not in late and is_cheap(node) and all(a in plain for a in node.all_input_nodes):
             plain.add(node)
     for node in plain:
         wanted = node.op != "placeholder" and any(user in late for user in node.users)
@@ -40,7 +40,8 @@ def _mark(node: fx.Node, plain: set[fx.Node]) -> None:
         work += current.all_input_nodes
 
 
-def _is_cheap(node: fx.Node) -> bool:
+def is_cheap(node: fx.Node) -> bool:
+    """Pointwise or a view."""
     if node.op != "call_function" or not is_tensor(node) or isinstance(value(node), torch.SymInt):
         return False
     target = target_of(node)

@@ -189,6 +189,13 @@ def float64(new, old, adv, ids, n):
     return clipped(total.exp().float()[ids], adv).sum()
 
 
+def divided_by_nothing(new, old, adv, ids, n):
+    """Everything is masked, and the loss divided by zero: the gradient of a document without tokens stays zero."""
+    per_document = new[: n + 1] * 1
+    total = new.new_zeros(n + 1).index_add_(0, ids, new - old)
+    return (clipped((total + per_document).exp()[ids], adv)).sum() / (adv > 100).sum()
+
+
 def integer_counts(new, old, adv, ids, n):
     mask = adv > 0
     tokens = new.new_zeros(n, dtype=torch.int32).index_add_(0, ids, mask.int())
@@ -338,14 +345,15 @@ SPELLINGS: dict[str, Any] = {
     "all_metrics": _packed(all_metrics, (2, 2)),
     "divided_by_the_mask": _packed(divided_by_the_mask, (2, 3)),
     "a_value_per_document": _packed(a_value_per_document, (2, 2)),
+    "divided_by_nothing": _packed(divided_by_nothing, (2, 2)),
     "float64": _packed(float64, (2, 2)),
     "integer_counts": _packed(integer_counts, (2, 3)),
     "stacked": _packed(stacked, (2, 3)),
-    "one_hot": _packed(one_hot, (3, 5)),  # one of them counts values that are not finite
-    "comparison": _packed(comparison, (3, 5)),
+    "one_hot": _packed(one_hot, (2, 5)),  # one of them counts values that are not finite
+    "comparison": _packed(comparison, (2, 5)),
     "longer_table_from_the_end": _packed(longer_table_from_the_end, (2, 2)),
     "one_hot_counts": _packed(one_hot_counts, (1, 2)),
-    "one_hot_wider": _packed(one_hot_wider, (3, 4)),
+    "one_hot_wider": _packed(one_hot_wider, (2, 4)),
     "factor_in_the_backward": lambda: (factor_in_the_backward, packed_args(dtype=torch.bfloat16), (1, 2)),
     "sums_of_a_dtype": _packed(sums_of_a_dtype, (1, 2)),
     "large_constants": _packed(large_constants, (1, 2)),
@@ -358,7 +366,9 @@ BREAKS_WHEN_DYNAMIC = ("one_hot",)
 CALLS_WHEN_FUSED = {
     "fast_llm_one_token": 3,  # one element is a scalar, of a static size: no factor is taken out
     "scatter_reduce_mean_keeps_empty": 2,  # a total after the sums
-    "two_losses": 3,  # likewise, and the backward's sum waits for two gradients
+    "GSPO19": 2,
+    "divided_by_nothing": 3,  # nothing is taken out of a sum that is returned
+    "two_losses": 3,  # the backward's sum waits for two gradients
     "factor_in_the_backward": 2,
     "sums_of_a_dtype": 2,
     "large_constants": 2,
