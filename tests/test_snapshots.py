@@ -54,7 +54,7 @@ def with_bias(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def packed() -> tuple[Any, ...]:
-    """New log-probs, mask, advantages, old log-probs, ids, number of segments, labels of each token's segment, divisor."""
+    """New log-probs, mask, advantages, old log-probs, ids, number of segments, labels of a token's segment, divisor."""
     new, old, adv = (normal(N, seed=seed, scale=0.3) for seed in (1, 2, 3))
     segments = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
     mask = torch.arange(N) % 5 > 0
@@ -79,9 +79,7 @@ SHOTS = (
     ),
     Shot("engine_one_pass", clipped, (("one-pass", 3, "engine"),)),
     Shot("engine_two_pass", clipped, (("two-pass", 4, "engine"),), ROWS_OF_TWO),
-    Shot(
-        "engine_forward", naive.gather_minus_logsumexp, (("forward", 1, "engine"),), {"disable": "tiles"}, grad=False
-    ),
+    Shot("engine_forward", naive.gather_minus_logsumexp, (("forward", 1, "engine"),), {"disable": "tiles"}, grad=False),
     Shot("engine_bias_bf16", with_bias, (("two-pass", 4, "engine"),), ROWS_OF_TWO, dtype=torch.bfloat16),
     Shot("dynamic_rows", naive.log_softmax_gather, (("two-pass", 4, "engine"),), {"disable": "tiles"}, dynamic=True),
     Shot(

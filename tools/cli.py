@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=COUNT",
         action="append",
         default=[],
-        help="exit with 1 unless a pattern, 'engine', a rejection code, 'rewrites' or 'rejections' occurs COUNT times",
+        help="exit with 1 unless a pattern, 'engine', 'segment_sums', a rejection code, 'rewrites' or 'rejections' "
+        "occurs COUNT times",
     )
     one = command("dump", _dump, "Numbered files of each graph: every stage as text, script and picture, code, report.")
     _target_options(one, codegen="inductor")
@@ -79,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("-o", "--output", metavar="FILE", default=Path("report.html"), type=Path, help="file to write")
     one = command("patterns", _patterns, "The catalogue of patterns and rules; with TARGET, what it made of them.")
     _target_options(one, needed=False)
-    one.add_argument("--check", action="store_true", help="run the examples and near misses of every pattern")
+    one.add_argument(
+        "--check", action="store_true", help="run the examples and near misses of each pattern and the seam"
+    )
     one = command("doctor", _doctor, "Whether the package works here: versions, device, caches, a try.")
     one.add_argument("--quick", action="store_true", help="without a compilation by Inductor")
     return parser
