@@ -93,6 +93,8 @@ class RewritePass(hooks.GraphPass):
     def _run(self, graph: torch.fx.Graph) -> None:
         session = _session.get()
         report = breaks.name_breaks(self._rewrite(graph), graph, session.graph_break if session else None)
+        if session is not None:
+            generalise.check_report(session.frame, report)
         if session is None:
             _publish(report)
         else:

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from inductor_grpo.report import Report
+
 log = logging.getLogger("inductor_grpo")
 
 try:
@@ -105,6 +107,19 @@ def check_floats(frame: Frame, decisions: tuple[int, frozenset[str]]) -> None:
         retrace.restart(frame, _step(dataclasses.replace(phase, marks=marks, watched=watched)))
 
 
+def check_report(frame: Frame | None, report: Report) -> None:
+    """Called by the pass with what it did: a head that only sizes without a value keep from being streamed is more
+    important than one compilation."""
+    phase: Phase | None = frame.state if frame is not None else None
+    if frame is None or phase is None or phase.name == "as stock":
+        return
+    kept = [r for r in report.rejections if r.code in ("NO_ROW_RULE", "LAYOUT", "INTERNAL")]
+    if kept:
+        log.debug("%s symbols leave a head alone (%s)", phase, kept[0].code)
+        stock = Phase("as stock", phase.end, Marks(forgotten=phase.marks.floats, codes=phase.marks.codes))
+        retrace.restart(frame, _step(stock))
+
+
 def _can_retrace() -> bool:
     lacking = _lacking or retrace.missing()
     if lacking:
@@ -116,7 +131,7 @@ def _can_retrace() -> bool:
 
 
 def _first(frame: Frame, patches: Mapping[str, Any]) -> Step | None:
-    if frame.static or _captures_graphs(patches) or not tokens.holds_loss(frame.gm):
+    if frame.static or frame.has_generators or _captures_graphs(patches) or not tokens.holds_loss(frame.gm):
         return None
     marks = choose(frame)
     if marks == Marks(codes=marks.codes):

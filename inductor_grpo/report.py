@@ -120,7 +120,7 @@ class Rewrite:
         return self.bytes_before - self.bytes_after
 
     def __str__(self) -> str:
-        if not self.matmuls:  # a seam: it is about kernels, not about memory
+        if not (self.matmuls or self.bytes_before):  # a seam: it is about kernels, not about memory
             return f"{_place(self.location)} [{self.pattern}, {self.schedule}]"
         work = f"{self.pattern}, {self.schedule}, {self.matmuls} matmul{'s' * (self.matmuls != 1)}"
         return f"{_place(self.location)} [{work}] {human(self.bytes_before)} -> {human(self.bytes_after)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +77,12 @@ class Frame:
     def codes(self) -> frozenset[tuple[str, int, str]]:
         """The functions that the trace has gone through: file, first line, name."""
         return frozenset((c.co_filename, c.co_firstlineno, c.co_name) for c in self.output.traced_code)
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether the trace has gone through a generator: Dynamo cannot trace it a second time."""
+        inner = (k for c in self.output.traced_code for k in (c, *c.co_consts) if isinstance(k, types.CodeType))
+        return any(code.co_flags & inspect.CO_GENERATOR for code in inner)
 
     @property
     def static(self) -> bool:
