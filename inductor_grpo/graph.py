@@ -137,6 +137,14 @@ class GraphBuilder:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call_function node with its fake value; the same call is made once."""
+        fill = _constant(args[0]) if target is aten.expand.default else None
+        if fill is not None:
+            # Inductor asks of an expanded constant whether it is contiguous, which a size without a value cannot tell.
+            like = value(args[0])
+            sizes = [
+                known if dim == -1 else dim for dim, known in zip(args[1], right_aligned(like.shape, len(args[1])))
+            ]
+            return self.full([self.size_of(size) for size in sizes], fill, like.dtype, like.device)
         key = (target, _freeze(args), _freeze(kwargs))
         found = self._known.get(key)
         if found is not None:
@@ -263,6 +271,20 @@ class GraphBuilder:
     def getitem(self, node: fx.Node, index: int) -> fx.Node:
         """One result of a node with several."""
         return self.call(operator.getitem, node, index)
+
+
+def _constant(node: Any) -> Any:
+    """The number that every element of a node is, where its calls alone tell it; None elsewhere."""
+    target = target_of(node)
+    if target is aten.full.default:
+        return node.args[1] if isinstance(node.args[1], (int, float)) else None
+    if target not in (aten.neg.default, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
+        return None
+    known: list[Any] = [a if isinstance(a, (int, float)) else _constant(a) for a in node.args]
+    if any(a is None for a in known) or not value(node).dtype.is_floating_point or known[1:] == [0]:
+        return None
+    function = {aten.neg: operator.neg, aten.mul: operator.mul, aten.div: operator.truediv}[target.overloadpacket]
+    return function(*known)  # type: ignore[operator]
 
 
 def _is_unbacked(node: fx.Node) -> bool:
