@@ -29,6 +29,7 @@ from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
 from .rules import RULES
 from .rules.reductions import Reduction, Scan
+from .stacks import unstack
 
 
 class Refused(Exception):
@@ -50,7 +51,9 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     from a fresh copy without it.
     """
     heads = find_heads(graph, after_tangent(graph))
-    join_loops(graph, [head for place, head in enumerate(heads) if place not in left_alone])
+    mine = [head for place, head in enumerate(heads) if place not in left_alone]
+    join_loops(graph, mine)
+    unstack(graph, mine)
     pad_short_indices(graph)
     backward = after_tangent(graph)
     refusals = Refusals({head.node: place for place, head in enumerate(heads)})
