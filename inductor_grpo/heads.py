@@ -6,7 +6,7 @@ import dataclasses
 
 import torch.fx as fx
 
-from .graph import GraphBuilder, Size, arg, aten, hint, is_tensor, node_arg, shape, target_of
+from .graph import GraphBuilder, Size, ancestors, arg, aten, hint, is_tensor, node_arg, shape, target_of
 
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Matmul targets and the position of their first factor."""
@@ -79,19 +79,8 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
         if head is not None:
             heads.append(head)
     widest = max((hint(h.vocabulary) for h in heads), default=0)
-    in_weights = _ancestors([h.weight for h in heads])
+    in_weights = ancestors([h.weight for h in heads])
     return [h for h in heads if hint(h.vocabulary) * 2 > widest and h.node not in in_weights]
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
-    seen, work = set(nodes), list(nodes)
-    while work:
-        for a in work.pop().all_input_nodes:
-            if a not in seen:
-                seen.add(a)
-                work.append(a)
-    return seen
 
 
 def _as_head(node: fx.Node, first: int) -> Head | None:
