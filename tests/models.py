@@ -23,7 +23,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": FEATURES,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -34,7 +34,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 8, "final_logit_softcapping": 3.0}
+_GEMMA = {"num_hidden_layers": 2, "query_pre_attn_scalar": 8, "sliding_window": 8, "final_logit_softcapping": 3.0}
 
 ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
@@ -139,8 +139,8 @@ def check(
     least: float = 0.0,
     **more: Any,
 ) -> harness.Graphs:
-    """Runs ``function(network, batch)`` compiled once for all ``batches``, and asserts that each is right by the rule,
-    that there are exactly ``graphs`` graphs with ``regions`` regions in all, and that nothing vocabulary-sized is left.
+    """Runs ``function(network, batch)`` compiled for all ``batches``, and asserts that each is right by the rule, that
+    there are exactly ``graphs`` graphs with ``regions`` regions in all, and that nothing vocabulary-sized is left.
     Where there are several, the sizes of the first are marked as dynamic.
 
     Chunks are ``rows`` rows of float32 logits; of the patterns none is used, so that a region is one call a level."""
@@ -161,5 +161,6 @@ def check(
             assert not backward or any(g is not None and g.abs().max() > 1e-5 for g in ours.gradients)
     assert "INTERNAL" not in harness.codes(facts.reports), harness.reasons(facts.reports)
     harness.assert_streamed(facts)
-    assert (facts.count, facts.regions) == (graphs, regions), harness.reasons(facts.reports)
+    found = f"{facts.count} graphs, {facts.regions} regions, {facts.matmuls} matmuls"
+    assert (facts.count, facts.regions) == (graphs, regions), found + harness.reasons(facts.reports)
     return facts
