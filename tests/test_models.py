@@ -124,7 +124,7 @@ def test_policy_and_reference_in_one_function() -> None:
         mask = data["completion_mask"]
         return ((0.1 * kl - ratio * data["advantages"].unsqueeze(1)) * mask).sum() / mask.sum()
 
-    facts = models.check(step, Both(), [models.batch(SHAPE)])
+    facts = models.check(step, Both(), [models.batch(SHAPE)], regions=2)
     assert facts.matmuls == 4
 
 

@@ -1,4 +1,4 @@
-"""Heads whose logits are scaled or capped as a whole before the loss takes its rows of them, as models do: the rows that
+"""Heads whose logits are scaled or capped as a whole before the loss takes its rows of them, as models do: rows that
 the loss does not read are never projected, and one pass is three matmuls."""
 
 from __future__ import annotations
