@@ -34,13 +34,16 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GEMMA = {"num_hidden_layers": 2, "query_pre_attn_scalar": 8, "sliding_window": 8, "final_logit_softcapping": 3.0}
+_GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 8, "final_logit_softcapping": 3.0}
 
 ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
-    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"}),
+    "gemma2": (
+        "Gemma2",
+        {**_GEMMA, "num_hidden_layers": 2, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
+    ),
     "gemma3": ("Gemma3Text", _GEMMA),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
     "granite": ("Granite", {"logits_scaling": 2.5, "tie_word_embeddings": True}),

@@ -39,7 +39,8 @@ def inputs(tokens: int = TOKENS, seed: int = 0) -> list[Tensor]:
 
 def assert_right(call: Callable[..., Any], args: list[Any], function: Callable[..., Any] = loss) -> None:
     eager, truth = harness.run(function, args), harness.run(function, args, wide=True)
-    found = harness.problems(harness.run(call, args), eager, truth, harness.floor(args))
+    ours = harness.run(call, args)
+    found = harness.problems(ours, eager, truth, harness.floor(args))
     assert not found, "\n".join(found)
 
 
@@ -188,9 +189,42 @@ def test_stances_that_compile_later(stance: str) -> None:
             assert_right(call, inputs(tokens))
 
 
-def test_compiled_autograd() -> None:
-    with streamed(), torch._dynamo.config.patch(compiled_autograd=True):
-        assert_right(harness.compiled(loss, CHUNK), inputs())
+def update(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor) -> Tensor:
+    """A step with its backward inside: the gradients are in ``.grad``."""
+    value = loss(hidden, weight, labels, old)
+    value.backward()
+    return value.detach()
+
+
+def gradients(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss(hidden, weight, labels, old), (hidden, weight))
+
+
+def functional(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor) -> tuple[Tensor, ...]:
+    return torch.func.grad(loss, argnums=(0, 1))(hidden.detach(), weight.detach(), labels, old)
+
+
+@pytest.mark.parametrize("schedule, regions", [("auto", 1), ("two-pass", 3)])
+def test_compiled_autograd(schedule: str, regions: int) -> None:
+    """The backward of a compiled step is captured when it runs, and compiled by the same backend: it holds the calls
+    that the backward of the step's graph was rewritten to."""
+    counters.clear()
+    with streamed(regions, graphs=3), torch._dynamo.config.patch(compiled_autograd=True):
+        assert_right(harness.compiled(update, CHUNK, schedule=schedule), inputs(), update)
+    assert counters["compiled_autograd"]["captures"] == 1
+
+
+@pytest.mark.parametrize("function", [update, gradients, functional])
+def test_a_backward_in_the_same_graph(function: Callable[..., Any]) -> None:
+    """Dynamo traces the backward into the graph: it has no tangents, and is one forward."""
+    if function is not functional and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        pytest.skip("this torch does not trace a backward")
+    traced = contextlib.nullcontext()
+    if function is not functional:
+        traced = torch._dynamo.config.patch(trace_autograd_ops=True)
+    with streamed() as facts, traced:
+        assert_right(harness.compiled(function, CHUNK, fullgraph=True), inputs(), function)
+    assert facts.matmuls == 3
 
 
 # ---------------------------------------------------------------- several compiled functions
