@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
+from ._compat.collectives import is_collective
 from .graph import inputs_through_tuples
 from .layout import Layouts
 
@@ -34,9 +35,12 @@ def after_tangent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int] | None = None) -> dict[fx.Node, int]:
-    """The depth of every node, and of those in ``floors`` no less than given there."""
+    """The depth of every node, and of those in ``floors`` no less than given there.
+
+    A collective is no earlier than the one before it: they keep their order."""
     floors = floors or {}
     depths: dict[fx.Node, int] = {}
+    collectives = 0
     for node in graph.nodes:
         if node.op == "placeholder":
             depths[node] = TANGENT_DEPTH if is_tangent(node) else 0
@@ -48,5 +52,7 @@ def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int]
             space = layouts.space_of(a)
             inside = space is None or several or (own is not None and (layouts.is_wide(a) or space == own))
             depth = max(depth, depths[a] + (0 if inside else 1))
+        if is_collective(node):
+            depth = collectives = max(depth, collectives)
         depths[node] = depth
     return depths

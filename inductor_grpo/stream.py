@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from . import keep, plan
 from ._compat import fxgraph
+from ._compat.collectives import is_functional
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
@@ -128,7 +129,9 @@ def put_in_place(
     for exit in exits:
         replace(builder, exit, calls)
     drop_dead(graph)
-    for node in effects(graph):
+    written = [n for n in effects(graph) if not is_functional(n)]
+    _forward_first(graph)
+    for node in written:
         builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
     try:
         fxgraph.sort_topologically(graph)
@@ -140,6 +143,19 @@ def put_in_place(
         rejection = Rejection("LAYOUT", message, chosen[0].location, sum(c.logits_bytes for c in chosen))
         raise refusals.of(chosen, rejection) from None
     graph.lint()
+
+
+def _forward_first(graph: fx.Graph) -> None:
+    """Puts the forward before the backward in a graph with collectives, as they were.
+
+    The partitioner copies what stands behind the first node of the backward and looks impure to it: a wait of the
+    forward there, with its collective and the logits before it, would run again in the backward."""
+    if not any(map(is_functional, graph.nodes)):
+        return
+    late = after_tangent(graph)
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    for node in [n for n in graph.nodes if n in late and n.op == "call_function"]:
+        output.prepend(node)
 
 
 MOST_LEFT_BEHIND = 3
