@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from ._compat.collectives import is_collective
+from ._compat import fxgraph
+from ._compat.collectives import is_collective, is_functional
 from .graph import inputs_through_tuples
 from .layout import Layouts
 
@@ -56,3 +57,29 @@ def node_depths(graph: fx.Graph, layouts: Layouts, floors: Mapping[fx.Node, int]
             depth = collectives = max(depth, collectives)
         depths[node] = depth
     return depths
+
+
+def effects(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that do something besides returning a value: writes to inputs and buffers, assertions.  Random numbers
+    that nobody reads are none."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure() and not _is_random(n)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def forward_first(graph: fx.Graph) -> None:
+    """Puts the forward of a sorted graph with collectives before its backward, writes to inputs last, each as it was.
+
+    Torch's partitioner copies what stands behind the first node of the backward and looks impure to it: a wait of the
+    forward there, with its collective and the logits that it came from, would run again in the backward."""
+    if not any(map(is_functional, graph.nodes)):
+        return
+    late = after_tangent(graph)
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    writes = {n for n in effects(graph) if not is_functional(n)}
+    for node in [*(n for n in calls if n in late and n not in writes), *(n for n in calls if n in writes)]:
+        output.prepend(node)
+    fxgraph.sort_topologically(graph)

@@ -68,7 +68,8 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
     """The forward matmuls that are wider than hidden: ``[N, H] x [H, V]`` with V > H, in either orientation.
 
     Of heads with very different V only the widest count, and none that another's weight is computed from: a layer of
-    the network or a low-rank update of a weight is no head.
+    the network or a low-rank update of a weight is no head.  Nor is the product of what a head gave with its own hidden
+    or weight: a loss that writes its gradients in the forward has them there.
     """
     heads = []
     for node in graph.nodes:
@@ -78,9 +79,19 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
         head = _as_head(node, MATMULS[target])
         if head is not None:
             heads.append(head)
+    heads = [h for h in heads if not any(_is_gradient(h, of) for of in heads if of is not h)]
     widest = max((hint(h.vocabulary) for h in heads), default=0)
     in_weights = _ancestors([h.weight for h in heads])
     return [h for h in heads if hint(h.vocabulary) * 2 > widest and h.node not in in_weights]
+
+
+def _is_gradient(product: Head, head: Head) -> bool:
+    """``product`` multiplies a value that is computed from ``head`` with an operand of ``head``."""
+    own = {weight_root(head.hidden), weight_root(head.weight)}
+    for operand, other in ((product.hidden, product.weight), (product.weight, product.hidden)):
+        if weight_root(operand) in own and head.node in _ancestors([other]):
+            return True
+    return False
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -15,12 +15,13 @@ from ._compat.collectives import is_functional
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
-from .depth import TANGENT_DEPTH, after_tangent, node_depths
+from .depth import TANGENT_DEPTH, after_tangent, effects, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
 from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, numel, shape, value
 from .heads import find_heads
+from .late_rows import separate
 from .layout import Layouts
 from .merge import merge
 from .one_pass import one_pass
@@ -63,7 +64,11 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, settings)):
         refusals.schedule = "two-pass"
         fxgraph.sort_topologically(graph)
-    region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)
+    depths = node_depths(graph, layouts, floors)
+    if separate(builder, layouts, chosen, depths):
+        fxgraph.sort_topologically(graph)
+        depths = node_depths(graph, layouts, floors)
+    region = Region(builder, layouts, depths, kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
@@ -129,10 +134,9 @@ def put_in_place(
     for exit in exits:
         replace(builder, exit, calls)
     drop_dead(graph)
-    written = [n for n in effects(graph) if not is_functional(n)]
-    _forward_first(graph)
-    for node in written:
-        builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
+    for node in effects(graph):
+        if not is_functional(node):
+            builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
     try:
         fxgraph.sort_topologically(graph)
     except AssertionError:
@@ -143,19 +147,6 @@ def put_in_place(
         rejection = Rejection("LAYOUT", message, chosen[0].location, sum(c.logits_bytes for c in chosen))
         raise refusals.of(chosen, rejection) from None
     graph.lint()
-
-
-def _forward_first(graph: fx.Graph) -> None:
-    """Puts the forward before the backward in a graph with collectives, as they were.
-
-    The partitioner copies what stands behind the first node of the backward and looks impure to it: a wait of the
-    forward there, with its collective and the logits before it, would run again in the backward."""
-    if not any(map(is_functional, graph.nodes)):
-        return
-    late = after_tangent(graph)
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    for node in [n for n in graph.nodes if n in late and n.op == "call_function"]:
-        output.prepend(node)
 
 
 MOST_LEFT_BEHIND = 3
@@ -269,16 +260,6 @@ def _leaves(region: Region, wide: fx.Node) -> str:
         "the vocabulary-sized result of {op} is returned to the caller, so it has to exist; return a value a token"
         " (the log-prob of its label, the entropy) instead, or compile what reads it into the same function"
     )
-
-
-def effects(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that do something besides returning a value: writes to inputs and buffers, assertions.  Random numbers
-    that nobody reads are none."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure() and not _is_random(n)]
-
-
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def drop_dead(graph: fx.Graph) -> None:
