@@ -26,6 +26,7 @@ import torch.fx as fx
 from .components import Component
 from .graph import (
     GraphBuilder,
+    arg,
     aten,
     is_one,
     is_tensor,
@@ -47,7 +48,7 @@ from .rules.reductions import along_vocabulary
 from .rules.views import Identity, View
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
-MOST_TERMS = 4
+MOST_TERMS = 6
 
 
 def separate(builder: GraphBuilder, layouts: Layouts, components: list[Component], depths: dict[fx.Node, int]) -> bool:
@@ -150,6 +151,7 @@ class _Row:
         """``[R, 1]`` of an operand of ``x`` that is the same for a whole row, 0-dim of a number; None for others."""
         if not shape(a):
             return a
+        a = self._unspread(a)
         own, sizes = right_aligned(shape(a), len(shape(x))), shape(x)
         if len(own) != len(sizes) or not is_one(own[-1]):
             return None
@@ -159,6 +161,14 @@ class _Row:
         if not same_sizes(own[:-1], sizes[:-1]):
             rows = self.b.call(aten.expand.default, rows, self.b.dims([*sizes[:-1], 1]))
         return self.b.view(rows, [numel(sizes[:-1]), 1])
+
+    def _unspread(self, a: fx.Node) -> fx.Node:
+        """What a broadcast to the vocabulary repeats."""
+        if target_of(a) is aten.full.default and isinstance(a.args[1], (int, float)):
+            return self.b.full([1, 1], a.args[1], value(a).dtype, value(a).device)
+        if target_of(a) is aten.expand.default and shape(a.args[0]) and is_one(shape(a.args[0])[-1]):
+            return node_arg(a, 0)
+        return a
 
     # Picked elements: pointwise operations commute with picking, bit by bit
 
@@ -198,8 +208,9 @@ class _Row:
             if not is_tensor(a):
                 found[a] = a
                 continue
-            wide = same_sizes(shape(a), shape(x)) and self.layouts.is_wide(a)
-            part = self._pick(a, index) if wide else self._rows(a, x)
+            part = self._rows(a, x)
+            if part is None and same_sizes(shape(a), shape(x)):
+                part = self._pick(a, index)
             if part is None:
                 return None
             found[a] = part
@@ -247,10 +258,9 @@ class _Row:
         """The terms of an operand of ``x``."""
         if not is_tensor(a):
             return None
-        if self.layouts.is_wide(a) and same_sizes(shape(a), shape(x)):
-            return self._terms(a)
-        rows = self._rows(a, x)
-        return None if rows is None else [_Term(None, ((aten.mul.Tensor, self._raised(rows)),))]
+        if (rows := self._rows(a, x)) is not None:
+            return [_Term(None, ((aten.mul.Tensor, self._raised(rows)),))]
+        return self._terms(a) if same_sizes(shape(a), shape(x)) else None
 
     def _cast(self, x: fx.Node) -> list[_Term] | None:
         inner, dtype = node_arg(x, 0), value(x).dtype
@@ -331,16 +341,26 @@ class _Row:
         terms = self._operand(left, x)
         if terms is None or not is_tensor(right):
             return None
-        if self.layouts.is_wide(right):
-            below = self._terms(right)
-            if below is None or len(below) != 1 or below[0].wide is None or below[0].late:
-                return None
-            wide = below[0].wide
-            return [self._of_wide(t, x, lambda w: self.b.call(aten.div.Tensor, w, wide)) for t in terms]
-        rows = self._rows(right, x)
-        if rows is None:
+        if (rows := self._rows(right, x)) is None:
             return None
         return [dataclasses.replace(t, late=(*t.late, (aten.div.Tensor, self._raised(rows)))) for t in terms]
+
+    def _scatter(self, x: fx.Node) -> list[_Term] | None:
+        """One element a row among zeros, the gradient of a picked one: ones there, times what is written."""
+        base, index, src = node_arg(x, 0), node_arg(x, 2), node_arg(x, 3)
+        b, sizes = self.b, shape(x)
+        if target_of(base) is not aten.full.default or base.args[1] != 0 or self.layouts[x].vocab != len(sizes) - 1:
+            return None
+        if arg(x, 1, "dim") % len(sizes) != len(sizes) - 1 or not same_sizes(shape(index), [*sizes[:-1], 1]):
+            return None
+        written = self._rows(src, x)
+        if self.depths[index] > self.start or written is None or not shape(src):
+            return None
+        rows, like = numel(sizes[:-1]), value(self._raised(written))
+        ones = b.full([rows, 1], 1, like.dtype, like.device)
+        zeros = b.full([rows, sizes[-1]], 0, like.dtype, like.device)
+        wide = self._new(b.call(aten.scatter_add.default, zeros, 1, b.view(index, [rows, 1]), ones), x)
+        return [_Term(wide, ((aten.mul.Tensor, self._raised(written)),))]
 
     def _exp(self, x: fx.Node) -> list[_Term] | None:
         terms = self._terms(node_arg(x, 0))
@@ -364,5 +384,6 @@ _TERMS: dict[Any, Callable[[_Row, fx.Node], list[_Term] | None]] = {
     aten.div.Tensor: _Row._div,
     aten.div.Scalar: _Row._div,
     aten.exp.default: _Row._exp,
+    aten.scatter_add.default: _Row._scatter,
 }
 """How an operation's value falls apart, given that of its operands."""

@@ -1,0 +1,147 @@
+"""Heads that are split over ranks: streamed, right by the accuracy rule, and with eager's collectives in eager's order.
+
+All cases run in one group of two processes, since a process takes longer to start than a case to run.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests import harness, parallel_cases
+from tests.parallel_cases import CASES, Case, Part
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or sys.platform != "linux", reason="needs gloo")
+WORLD = 2
+
+
+# ---------------------------------------------------------------- in the processes
+
+
+def arguments(case: Case, rank: int) -> list[Any]:
+    """This rank's arguments of a case."""
+    given = parallel_cases.tensors(WORLD, rank, list(case.sizes) if case.sizes else None)
+    found = []
+    for name in case.takes:
+        x = given[name]
+        wants = x.requires_grad and case.backward and not (case.frozen and name != "hidden")
+        if name == "hidden":
+            x = x.reshape(*case.shape, -1)
+        if name in ("labels", "advantages"):
+            x = x.reshape(case.shape)
+        if x.is_floating_point():
+            x = x.detach().to(case.dtype)
+        found.append(x.requires_grad_(wants))
+    return found
+
+
+def part_of(case: Case, rank: int) -> Part:
+    sizes = case.sizes or (parallel_cases.V,) * WORLD
+    return Part(dist.group.WORLD, sum(sizes[:rank]))
+
+
+def collectives(run: Callable[[], Any]) -> int:
+    """How many calls the process group makes."""
+    count = dist.group.WORLD._get_sequence_number_for_group
+    before = count()
+    run()
+    return count() - before
+
+
+def check(case: Case, rank: int, rewritten: bool = True, **more: Any) -> list[str]:
+    """What is wrong with a case on this rank."""
+    args, part = arguments(case, rank), part_of(case, rank)
+
+    def function(*args: Any) -> Any:
+        return case.function(*args, part)
+
+    eager = harness.run(function, args, backward=case.backward)
+    truth = harness.run(function, args, backward=case.backward, wide=True)
+    width = args[1].shape[0]
+    facts = harness.graph_facts(args)
+    compiled = harness.compiled(function, 5 * width * args[1].element_size(), dynamic=None, fullgraph=True, **more)
+    with harness.recording(facts):
+        ours = harness.run(compiled, args, backward=case.backward)
+    found = harness.problems(ours, eager, truth, harness.floor(args))
+    found += [reason for reason in harness.codes(facts.reports) if reason == "INTERNAL"]
+    if rewritten:
+        found += facts.leftovers
+        if facts.matmuls != case.matmuls:
+            found.append(f"{facts.matmuls} matmuls{harness.reasons(facts.reports)}")
+        if not any(report.rewrites for report in facts.reports):
+            found.append(f"not rewritten{harness.reasons(facts.reports)}")
+    expected = collectives(lambda: harness.run(function, args, backward=case.backward))
+    made = collectives(lambda: harness.run(compiled, args, backward=case.backward))
+    if made != expected:
+        found.append(f"{made} collectives, eager makes {expected}")
+    return found
+
+
+JOBS: dict[str, Callable[[int], list[str]]] = {
+    name: lambda rank, case=case: check(case, rank)  # type: ignore[misc]
+    for name, case in CASES.items()
+}
+
+
+def worker(rank: int, port: int, names: list[str], results: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    for name in names:
+        try:
+            found = JOBS[name](rank)
+        except Exception:
+            found = [traceback.format_exc()]
+        results.put((name, [f"rank {rank}: {problem}" for problem in found]))
+        torch._dynamo.reset()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- outside
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """What is wrong with each job that was selected."""
+    mine = [item for item in request.session.items if item.fspath == request.node.fspath]
+    names = [item.callspec.params["job"] for item in mine if hasattr(item, "callspec")]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=worker, args=(r, port, names, queue)) for r in range(WORLD)]
+    for process in processes:
+        process.start()
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    seen = collections.Counter[str]()
+    try:
+        while sum(seen.values()) < WORLD * len(names):
+            name, problems = queue.get(timeout=120)
+            seen[name] += 1
+            found[name] += problems
+    except Exception:
+        for name in names:
+            if seen[name] < WORLD:
+                found[name].append("no answer")
+    for process in processes:
+        process.join(20)
+        if process.is_alive():
+            process.terminate()
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_job(job: str, results: dict[str, list[str]]) -> None:
+    assert not results[job], "\n".join(results[job])
