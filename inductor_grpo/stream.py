@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from . import keep, plan
 from ._compat import fxgraph
-from ._compat.collectives import is_functional
+from ._compat.collectives import is_collective, is_functional
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
@@ -241,6 +241,10 @@ def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
 def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
     if node.op == "output":
         return region.refuse(wide, "LOGITS_RETURNED", _leaves(region, wide))
+    sends = [n for n in region.builder.graph.nodes if is_collective(n)]
+    sends = [n for n in sends if any(region.layouts.is_wide(a) for a in n.all_input_nodes)]
+    if sends:
+        return region.refuse(sends[0], "NO_ROW_RULE", "{op} sends the logits to other ranks, so they have to exist")
     code, reason = "NO_ROW_RULE", "{op} reads the logits and is not known to treat each row apart"
     rule = RULES.get(node.target)
     if node in region.layouts.conflicts:
