@@ -92,6 +92,30 @@ def grpo(hidden, weight, frozen, labels, advantages, part):
     return -(least - 0.1 * (gap.exp() - gap - 1)).mean()
 
 
+def over_segments(logp, advantages, part):
+    """GSPO of packed segments whose tokens lie on several ranks: sums, all-reduce, one expression a segment, back."""
+    ids = torch.arange(logp.numel(), device=logp.device) // 5
+    count = (logp.numel() - 1) // 5 + 1
+    log_ratio = logp - logp.detach() * 0.95
+    total = logp.new_zeros(count).index_add_(0, ids, log_ratio)
+    tokens = logp.new_zeros(count).index_add_(0, ids, torch.ones_like(logp))
+    total, tokens = (funcol.all_reduce(x, "sum", part.group) for x in (total, tokens))
+    ratio = (total / tokens).exp()[ids]
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def sequence_parallel(hidden, weight, labels, advantages, part):
+    """Each rank has the whole head and some tokens of every segment."""
+    logp = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+    labels = (labels + part.start) % weight.shape[0]
+    return over_segments(logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), advantages, part)
+
+
+def both_parallel(hidden, weight, labels, advantages, part):
+    """A split head, and segments over ranks."""
+    return over_segments(log_probs(hidden @ weight.t(), labels, part), advantages, part)
+
+
 # In place, as Dynamo traces torch.distributed.all_reduce
 
 
@@ -227,6 +251,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (N,)
     sizes: tuple[int, ...] | None = None
+    seams: int = 0
+    """Rewrites of sums per segment."""
     frozen: bool = False
     """Only hidden is trained."""
 
@@ -234,7 +260,6 @@ class Case:
 CASES: dict[str, Case] = {
     "functional": Case(functional),
     "functional, no gradient": Case(functional, matmuls=1, backward=False),
-    "functional, bfloat16": Case(functional, dtype=torch.bfloat16),
     "functional, uneven": Case(functional, sizes=(41, 29)),
     "batch": Case(batch, ("hidden", "weight", "bias", "labels"), shape=(3, 8), dtype=torch.bfloat16),
     "frozen head": Case(functional, matmuls=3, frozen=True),
@@ -242,8 +267,9 @@ CASES: dict[str, Case] = {
     "padded": Case(padded, ("hidden", "weight", "labels", "allowed")),
     "in chunks": Case(in_chunks),
     "grpo": Case(grpo, ("hidden", "weight", "frozen", "labels", "advantages"), matmuls=5),
+    "sequence parallel": Case(sequence_parallel, ("hidden", "weight", "labels", "advantages"), seams=1),
+    "both parallel": Case(both_parallel, ("hidden", "weight", "labels", "advantages"), seams=1),
     "megatron": Case(megatron),
-    "megatron, bfloat16": Case(megatron, dtype=torch.bfloat16),
     "verl": Case(verl),
     "verl, bfloat16": Case(verl, dtype=torch.bfloat16),
     "fast_llm": Case(fast_llm, backward=False),
