@@ -23,7 +23,9 @@ from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, 
 from .heads import find_heads
 from .late_rows import separate
 from .layout import Layouts
+from .loops import join_loops
 from .merge import merge
+from .normalise import pad_short_indices
 from .one_pass import one_pass
 from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
@@ -49,8 +51,10 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     Raises :class:`Refused` when a region cannot be rewritten: the graph is then spoiled, and the caller starts again
     from a fresh copy without it.
     """
+    heads = find_heads(graph, after_tangent(graph))
+    join_loops(graph, [head for place, head in enumerate(heads) if place not in left_alone])
+    pad_short_indices(graph)
     backward = after_tangent(graph)
-    heads = find_heads(graph, backward)
     refusals = Refusals({head.node: place for place, head in enumerate(heads)})
     layouts = Layouts()
     components = find_components(graph, layouts, heads, backward)
