@@ -214,9 +214,8 @@ def gathered(hidden, weight, labels, part):
 # Inputs
 
 
-def tensors(world: int, rank: int, sizes: list[int] | None = None) -> dict[str, Tensor]:
+def tensors(rank: int, sizes: list[int]) -> dict[str, Tensor]:
     """What the functions take, this rank's part; ``sizes`` are the vocabulary of each rank."""
-    sizes = sizes or [V] * world
     g = torch.Generator().manual_seed(11)
     weight, frozen = (torch.randn(sum(sizes), H, generator=g) for _ in range(2))
     bias = torch.randn(sum(sizes), generator=g)
@@ -224,7 +223,7 @@ def tensors(world: int, rank: int, sizes: list[int] | None = None) -> dict[str, 
     labels = torch.randint(0, sum(sizes), (N,), generator=g)
     allowed[torch.arange(N), labels] = True
     for row in range(0, N, 3):  # all columns of a rank, unless the label is there
-        other = next(r for r in range(world) if not sum(sizes[:r]) <= labels[row] < sum(sizes[: r + 1]))
+        other = next(r for r in range(len(sizes)) if not sum(sizes[:r]) <= labels[row] < sum(sizes[: r + 1]))
         allowed[row, sum(sizes[:other]) : sum(sizes[: other + 1])] = False
     mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     return {
@@ -250,7 +249,8 @@ class Case:
     backward: bool = True
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (N,)
-    sizes: tuple[int, ...] | None = None
+    uneven: bool = False
+    """The ranks' parts differ in size."""
     seams: int = 0
     """Rewrites of sums per segment."""
     frozen: bool = False
@@ -260,7 +260,7 @@ class Case:
 CASES: dict[str, Case] = {
     "functional": Case(functional),
     "functional, no gradient": Case(functional, matmuls=1, backward=False),
-    "functional, uneven": Case(functional, sizes=(41, 29)),
+    "functional, uneven": Case(functional, uneven=True),
     "batch": Case(batch, ("hidden", "weight", "bias", "labels"), shape=(3, 8), dtype=torch.bfloat16),
     "frozen head": Case(functional, matmuls=3, frozen=True),
     "entropy": Case(entropy),

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -24,15 +25,24 @@ from tests import harness, parallel_cases, parallel_modules
 from tests.parallel_cases import CASES, Case, Part
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or sys.platform != "linux", reason="needs gloo")
-WORLD = 2
 
 
 # ---------------------------------------------------------------- in the processes
 
 
+def device() -> torch.device:
+    """Of this rank's tensors."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def sizes_of(case: Case) -> list[int]:
+    """The vocabulary of each rank."""
+    return [parallel_cases.V + 4 * (r % 2) * case.uneven for r in range(dist.get_world_size())]
+
+
 def arguments(case: Case, rank: int) -> list[Any]:
     """This rank's arguments of a case."""
-    given = parallel_cases.tensors(WORLD, rank, list(case.sizes) if case.sizes else None)
+    given = parallel_cases.tensors(rank, sizes_of(case))
     found = []
     for name in case.takes:
         x = given[name]
@@ -43,13 +53,13 @@ def arguments(case: Case, rank: int) -> list[Any]:
             x = x.reshape(case.shape)
         if x.is_floating_point():
             x = x.detach().to(case.dtype)
-        found.append(x.requires_grad_(wants))
+        found.append(x.to(device()).requires_grad_(wants))
     return found
 
 
 def part_of(case: Case, rank: int) -> Part:
-    sizes = case.sizes or (parallel_cases.V,) * WORLD
-    return Part(dist.group.WORLD, sum(sizes[:rank]))
+    """What this rank has of the vocabulary."""
+    return Part(dist.group.WORLD, sum(sizes_of(case)[:rank]))
 
 
 def collectives(run: Callable[[], Any]) -> int:
@@ -128,10 +138,12 @@ JOBS: dict[str, Callable[[int], list[str]]] = {
 }
 
 
-def worker(rank: int, port: int, names: list[str], results: Any) -> None:
+def worker(rank: int, world: int, backend: str, port: int, names: list[str], results: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=world)
     for name in names:
         try:
             found = JOBS[name](rank)
@@ -146,35 +158,43 @@ def worker(rank: int, port: int, names: list[str], results: Any) -> None:
 # ---------------------------------------------------------------- outside
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """What is wrong with each job that was selected."""
-    mine = [item for item in request.session.items if item.fspath == request.node.fspath]
-    names = [item.callspec.params["job"] for item in mine if hasattr(item, "callspec")]
+def run_jobs(names: list[str], world: int, backend: str) -> dict[str, list[str]]:
+    """What is wrong with each job, on all ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=worker, args=(r, port, names, queue)) for r in range(WORLD)]
+    processes = [context.Process(target=worker, args=(r, world, backend, port, names, queue)) for r in range(world)]
     for process in processes:
         process.start()
     found: dict[str, list[str]] = collections.defaultdict(list)
     seen = collections.Counter[str]()
     try:
-        while sum(seen.values()) < WORLD * len(names):
+        while sum(seen.values()) < world * len(names):
             name, problems = queue.get(timeout=200)
             seen[name] += 1
             found[name] += problems
-    except Exception:
+    except Empty:
         for name in names:
-            if seen[name] < WORLD:
-                found[name].append("no answer")
+            found[name] += ["no answer"] * (seen[name] < world)
     for process in processes:
         process.join(20)
         if process.is_alive():
             process.terminate()
     return found
+
+
+def selected(request: pytest.FixtureRequest) -> list[str]:
+    """The jobs that the tests of this file were asked for."""
+    mine = [item for item in request.session.items if item.path == request.node.path]
+    return [item.callspec.params["job"] for item in mine if hasattr(item, "callspec")]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """What is wrong with each job that was selected."""
+    return run_jobs(selected(request), 2, "gloo")
 
 
 @pytest.mark.parametrize("job", JOBS)
