@@ -19,6 +19,8 @@ name                  meaning
 ``max_rewrites``      stop after so many rewrites in one graph (bisecting); None: no limit
 ``generalise``        compile a loss once for all token counts, segment counts and factors; False: the
                       dynamic shapes of stock
+``row_kernel``        "on": chunk bodies run as one Triton program a row where they fit (CUDA); "auto": where that
+                      was measured to be faster, which so far means off; "off"
 ``codegen``           "inductor", or "eager": run the rewritten graphs without generating code
 ====================  ===============================================================================
 
@@ -119,6 +121,7 @@ class Settings:
     require: bool = False
     disable: tuple[str, ...] = ()
     max_rewrites: int | None = None
+    row_kernel: str = "auto"
     codegen: str = "inductor"
     generalise: bool = True
 
@@ -146,6 +149,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "require": _switch,
     "disable": _patterns,
     "max_rewrites": _optional_size,
+    "row_kernel": _one_of("auto", "on", "off"),
     "codegen": _one_of("inductor", "eager"),
     "generalise": _switch,
 }
@@ -161,6 +165,7 @@ accumulate: str
 require: bool
 disable: tuple[str, ...]
 max_rewrites: int | None
+row_kernel: str
 codegen: str
 generalise: bool
 

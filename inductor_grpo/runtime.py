@@ -328,7 +328,9 @@ class _Loop:
             specs = [spec((None, width), (width, 1), kind, self.device) for width, kind in (*self.logits, *rows)]
             specs += [spec(dims, stride, kind, device) for dims, stride, kind, device in whole]
             specs += [spec((lead, width), (width, 1), kind, self.device) for lead, width, kind in targets]
-            return bodies.Body(program, self._plan(widths), self.uses, specs, self.mode == "inductor")
+            base, _, extra = self.mode.partition("+")
+            plan = self._plan(widths)
+            return bodies.Body(program, plan, self.uses, specs, base == "inductor", extra == "row_kernel")
 
         return bodies.get(key, make)
 
