@@ -28,6 +28,10 @@ def available(device: torch.device) -> bool:
     return triton.available() and (device.type == "cuda" or triton.interpreted())
 
 
+def _interpreted() -> bool:
+    return triton.available() and triton.interpreted()
+
+
 def tile_of(columns: int) -> Tile:
     """How a row of so many columns is cut."""
     wide = min(TILE.columns, max(16, 1 << (columns - 1).bit_length()))
@@ -58,7 +62,7 @@ class RowKernel:
         self.device = device
         self.tile = tile_of(self.plan.columns)
         self.reads = text.read(self.plan)
-        self.source = text.source(self.plan, self.inputs, self.stores, self.tile, triton.interpreted())
+        self.source = text.source(self.plan, self.inputs, self.stores, self.tile, _interpreted())
         self._function: Any = None
 
     def __call__(

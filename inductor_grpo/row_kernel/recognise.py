@@ -2,9 +2,9 @@
 
 A body is traced to a graph in which each value is either one number a row (*row*) or one a column (*wide*).  A pass
 reads the row once and reduces wide values; between passes there is only arithmetic on numbers.  ``need`` is the number
-of passes that must be over before a value can be computed: 0 for the logits and what is pointwise in them, one more than
-its source's for a reduction.  A sum of ``exp(y - max(y))`` is kept online beside the maximum, so it needs no pass more
-than that.  Values of need k are computed again in each pass that asks for them: only numbers outlive a pass.
+of passes that must be over before a value can be computed: 0 for the logits and what is pointwise in them, and for a
+reduction one more than its source's.  A sum of ``exp(y - max(y))`` is kept online beside the maximum, so it needs no
+pass more than that.  Wide values are computed again in each pass that asks for them: only numbers outlive a pass.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MOST_PASSES = 3
 """Passes that reduce; beyond, reading the row again costs more than it saves."""
 
 Kind = Literal["max", "min", "sum", "mean"]
+Input = Literal["syms", "logits", "rows", "whole"]
+_INPUTS: tuple[Input, ...] = ("syms", "logits", "rows", "whole")
 _REDUCTIONS: dict[Any, Kind] = {
     aten.amax.default: "max",
     aten.amin.default: "min",
@@ -52,7 +54,7 @@ class Unfit(Exception):
 class Leaf:
     """An input of the body: ``place`` counts among those of its kind that the body uses."""
 
-    kind: Literal["logits", "rows", "whole", "syms"]
+    kind: Input
     place: int
 
 
@@ -144,11 +146,7 @@ class _Recogniser:
             raise Unfit("there is not one vocabulary that all logits have")
         self.columns = columns
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        names: list[Leaf] = [
-            Leaf(kind, place)
-            for kind, count in zip(("syms", "logits", "rows", "whole"), counts)
-            for place in range(count)  # type: ignore[misc]
-        ]
+        names = [Leaf(kind, place) for kind, count in zip(_INPUTS, counts) for place in range(count)]
         self.row_count = placeholders[0]
         self.leaves = dict(zip(placeholders[1:], names, strict=True))
         self.wide: set[fx.Node] = set()
@@ -160,6 +158,8 @@ class _Recogniser:
         nodes = self._needed(outputs)
         for node in nodes:
             self._place(node)
+        if not self.passes:
+            raise Unfit("nothing is reduced: generated code reads a row once as well")
         if len(self.passes) > MOST_PASSES:
             raise Unfit(f"{len(self.passes)} passes over a row, each reading what the one before reduced")
         return RowPlan(
@@ -232,11 +232,13 @@ class _Recogniser:
                 raise Unfit(f"{node.target} computes with sizes")
             raise Unfit(f"{node.target} gives several values")
         *lead, last = [*value.shape] or [1]
-        rows_fit = all(isinstance(size, int) and size == 1 or self._is_row_count(size) for size in lead)
+        rows_fit = all((isinstance(size, int) and size == 1) or self._is_row_count(size) for size in lead)
         if len(lead) > 1 or not rows_fit:
             raise Unfit(f"{node.target} gives the shape {list(value.shape)}: rows are not apart")
         if not (isinstance(last, int) and last in (1, self.columns)):
-            raise Unfit(f"{node.target} gives the shape {list(value.shape)}, which is neither a row value nor a vocabulary")
+            raise Unfit(
+                f"{node.target} gives the shape {list(value.shape)}, which is neither a row value nor a vocabulary"
+            )
 
     def _is_row_count(self, size: Any) -> bool:
         return isinstance(size, torch.SymInt) and size.node.expr == self.n
@@ -318,7 +320,9 @@ def _made_finite(r: Any) -> tuple[Any, bool]:
     if not isinstance(r, fx.Node) or r.target is not aten.where.self:
         return r, False
     condition, zero, maximum = map(through_views, r.args)
-    if not (isinstance(condition, fx.Node) and condition.target is aten.eq.Scalar and condition.args[1] == float("inf")):
+    if not (
+        isinstance(condition, fx.Node) and condition.target is aten.eq.Scalar and condition.args[1] == float("inf")
+    ):
         return r, False
     size = through_views(condition.args[0])
     is_size = isinstance(size, fx.Node) and size.target is aten.abs.default and through_views(size.args[0]) is maximum

@@ -103,7 +103,7 @@ class _Run:
             return at * node.kwargs.get("step", 1) + node.kwargs.get("start", 0)  # type: ignore[operator]
         if node.target is aten.full.default:
             dims = [1] * len(node.args[0])  # type: ignore[arg-type]
-            fill = values.get(node.args[1], node.args[1])  # type: ignore[arg-type]
+            fill: Any = values.get(node.args[1], node.args[1])  # type: ignore[arg-type]
             return torch.full(dims, fill, dtype=node.meta["val"].dtype, device=self.device)
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -78,9 +78,7 @@ def read(plan: RowPlan) -> list[Leaf]:
 
 
 class _Writer:
-    def __init__(
-        self, plan: RowPlan, inputs: Inputs, stores: Sequence[Store], tile: Tile, interpreted: bool
-    ) -> None:
+    def __init__(self, plan: RowPlan, inputs: Inputs, stores: Sequence[Store], tile: Tile, interpreted: bool) -> None:
         self.plan, self.inputs, self.stores, self.tile, self.interpreted = plan, inputs, stores, tile, interpreted
         self.names = {node: f"v{i}" for i, node in enumerate(plan.nodes)}
         self.values: dict[str, Value] = {}
@@ -170,22 +168,20 @@ class _Writer:
             values["%" + self.names[node]] = self._leaf(node, leaf, name, at, mask)
             return
         target = node.target
-        dtype = None if target is prims.iota.default else node.meta["val"].dtype
         if target in VIEWS:
             shown = values["%" + self.names[node.args[0]]]  # type: ignore[index]
             value = dataclasses.replace(shown, per_token=node.meta["val"].dim() > 0)
         elif target is prims.iota.default:
             start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
-            self.lines.append(f"{name} = ({at}).to(tl.int64) * {step} + {start}")
-            value = Value(name, node.meta["val"].dtype, True)
+            number = f"{at}.to(tl.int64)" + (f" * {step} + {start}" if (start, step) != (0, 1) else "")
+            value = Value(f"({number})", torch.int64, True)
         elif (text := self._is_label(node, at)) is not None:
             self.lines.append(f"{name} = {text}")
             value = Value(name, torch.bool, True)
         else:
             call = self._call(node, name)
             self.lines.append(f"{name} = {expression(call, values)}")
-            value = dataclasses.replace(result(call, values), dtype=dtype or torch.int64)
-            value = dataclasses.replace(value, per_token=node.meta["val"].dim() > 0)
+            value = dataclasses.replace(result(call, values), per_token=node.meta["val"].dim() > 0)
         values["%" + self.names[node]] = value
 
     def _call(self, node: fx.Node, name: str) -> Call:
@@ -200,7 +196,11 @@ class _Writer:
         if leaf.kind == "whole" and self.inputs.host[leaf.place]:
             text = f"w{leaf.place}"
         elif leaf.kind == "whole":
-            text = f"tl.load({pointer} + ({at}) * {self.inputs.strides[leaf.place]}{mask})" if wide else f"tl.load({pointer})"
+            text = (
+                f"tl.load({pointer} + ({at}) * {self.inputs.strides[leaf.place]}{mask})"
+                if wide
+                else f"tl.load({pointer})"
+            )
         else:
             text = f"tl.load({pointer} + before + {at}{mask})" if wide else f"tl.load({pointer} + row)"
         kind = held(dtype)
@@ -218,7 +218,7 @@ class _Writer:
                 continue
             if not isinstance(label, fx.Node) or label in self.plan.wide or label.meta["val"].dtype != torch.int64:
                 continue
-            return f"({at}) == {self._label(label)}"
+            return f"{at} == {self._label(label)}"
         return None
 
     def _label(self, label: fx.Node) -> str:
@@ -248,7 +248,7 @@ class _Writer:
         """The start of a pass: the wide values of one tile."""
         outer, self.lines = self.lines, []
         policy = "evict_last" if number + 1 < self.rereads else "evict_first"
-        self.lines += [f"at = start + lane", f"live = at < {self.plan.columns}"]
+        self.lines += ["at = start + lane", f"live = at < {self.plan.columns}"]
         values = dict(self.values)
         for node in self.plan.wide_before(targets):
             leaf = self.plan.leaves.get(node)
