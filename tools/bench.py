@@ -10,10 +10,13 @@ that a run that is interrupted keeps what it has, and --resume goes on from ther
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +60,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
-def _argument(parse: object) -> object:
-    def read(text: str) -> object:
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
         try:
-            return parse(text)  # type: ignore[operator]
+            return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -130,7 +133,7 @@ class Bench:
             cell = taken[way]
             if cell is None:
                 self._say(f"{loss} {shape} {dtype}: {way}")
-                cell = Cell(*blank.work, way, blank.torch, base)  # type: ignore[arg-type]
+                cell = dataclasses.replace(blank, way=way, floor_ms=base, errors={})
                 self._measure(cell, loss, shape, x, right)
                 if given.output is not None:
                     with given.output.open("a", encoding="utf-8") as file:
