@@ -231,6 +231,10 @@ class Body:
             log.warning("a row kernel does not compile, generated code is used: %s", self.no_row_kernel[:2000])
         return None
 
+    def reset_row_kernel(self) -> None:
+        """Looks for a row kernel again at the next run."""
+        self._row_kernel = self.no_row_kernel = None
+
     def _find_row_kernel(self, syms: Sequence[int]) -> ChunkKernel:
         device = self.specs[0].device
         if not row_kernels.available(device):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from . import keep, plan
+from . import keep, plan, row_kernel
 from ._compat import fxgraph
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
@@ -293,7 +293,7 @@ def emit_calls(
         used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
         op, text, codegen = torch.ops.inductor_grpo.rows.default, program.to_text(), settings.codegen
-        codegen += "+row_kernel" if settings.row_kernel == "on" else ""
+        codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel) else ""
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
             op, text, codegen = torch.ops.inductor_grpo.tiles.default, tile_program.to_text(), settings.codegen

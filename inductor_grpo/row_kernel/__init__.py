@@ -10,3 +10,11 @@ The first passes read the row and keep its reductions online; between them a pro
 bridge from log-probs to gradients) on single numbers; the last pass reads the row again, most of it from the cache, and
 writes the gradient over the logits.
 """
+
+AUTO = False
+"""What ``grpo.row_kernel="auto"`` means: off, until a GPU has shown where the kernels are faster."""
+
+
+def wanted(setting: str) -> bool:
+    """Whether chunk bodies are to run as row kernels where they fit."""
+    return setting == "on" or (setting == "auto" and AUTO)
