@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -292,6 +293,8 @@ def emit_calls(
     for draft in drafts:
         used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
+        if any(sink.operand is not None for sink in program.sinks):
+            program = dataclasses.replace(program, filter_eps=settings.filter_eps)
         op, text, codegen = torch.ops.inductor_grpo.rows.default, program.to_text(), settings.codegen
         codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel) else ""
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:

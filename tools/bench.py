@@ -52,6 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"separated by blanks, ours:option=value,... sets options; here: {ways}",
     )
     parser.add_argument("--live", type=float, default=1.0, help="share of unmasked tokens (masked, gspo, gspo-packed)")
+    parser.add_argument(
+        "--peaked", type=float, default=0.0, help="a label's logit above the others' mean: 0, or say 14"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="calls that are timed")
     parser.add_argument("--no-error", action="store_true", help="do not compare with float64")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to append a line of JSON a cell to")
@@ -113,6 +116,7 @@ class Bench:
     def _table(self, loss: str, dtype: str, shape: Shape) -> None:
         given = self.given
         blank = Cell(loss, str(shape), dtype, given.device, given.live, "", torch.__version__, float("nan"))
+        blank.peaked = given.peaked
         taken = {way: self.known.get((*blank.work, way, blank.torch)) for way in self.ways}
         if all(taken.values()):
             self.cells += [cell for cell in taken.values() if cell is not None]
@@ -120,7 +124,7 @@ class Bench:
             return
         training = LOSSES[loss].training
         self._say(f"{loss} {shape} {dtype}: inputs and floor")
-        x = make_inputs(shape.n, shape.h, shape.v, getattr(torch, dtype), given.device, given.live)
+        x = make_inputs(shape.n, shape.h, shape.v, getattr(torch, dtype), given.device, given.live, given.peaked)
         base = measure.timed(measure.floor(x, training), given.device, given.repeats).ms
         gc.collect()
         right: dict[str, Tensor] = {}

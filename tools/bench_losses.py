@@ -56,14 +56,18 @@ SHAPES = {
 }
 
 
-def make_inputs(n: int, h: int, v: int, dtype: torch.dtype, device: str, live: float = 1.0) -> Inputs:
+def make_inputs(
+    n: int, h: int, v: int, dtype: torch.dtype, device: str, live: float = 1.0, peaked: float = 0.0
+) -> Inputs:
     """Hidden ``[n, h]``, weight ``[v, h]``, labels, old log-probs, advantages (one a sequence, repeated) and mask
-    ``[n]``, and for the packed losses the sequence of each token and the lengths; a share of ``live`` tokens is
-    unmasked."""
+    ``[n]``, and for the packed losses the sequence of each token and the lengths.
+
+    A share of ``live`` tokens is unmasked.  ``peaked`` is what a label's logit is above the others' mean: 14 gives a
+    vocabulary of 150,000 the log-probs of a trained model, about -0.3."""
     g = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(n, h, generator=g, device=device).to(dtype)
     weight = (torch.randn(v, h, generator=g, device=device) * h**-0.5).to(dtype)
     labels = torch.randint(0, v, (n,), generator=g, device=device)
+    hidden = (torch.randn(n, h, generator=g, device=device) + peaked * weight[labels]).to(dtype)
     noise = 0.1 * torch.randn(n, generator=g, device=device)
     old = noise + torch.cat(
         [

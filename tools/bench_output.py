@@ -41,11 +41,12 @@ class Cell:
     extra_mib: float | None = None
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     note: str = ""
+    peaked: float = 0.0
 
     @property
-    def work(self) -> tuple[str, str, str, str, float]:
+    def work(self) -> tuple[str, str, str, str, float, float]:
         """What is measured; cells of one work are one table."""
-        return self.loss, self.shape, self.dtype, self.device, self.live
+        return self.loss, self.shape, self.dtype, self.device, self.live, self.peaked
 
     def line(self) -> str:
         """The cell as a line of JSON."""
@@ -67,8 +68,8 @@ def read(path: Path) -> list[Cell]:
 def table(cells: Sequence[Cell]) -> str:
     """The cells of one work, as text."""
     first = cells[0]
-    live = f" live {first.live:g}" if first.live < 1 else ""
-    work = f"{first.loss} {first.shape} {first.dtype} {first.device}{live}"
+    more = (f" live {first.live:g}" if first.live < 1 else "") + (f" peaked {first.peaked:g}" if first.peaked else "")
+    work = f"{first.loss} {first.shape} {first.dtype} {first.device}{more}"
     lines = [
         f"{work}: floor {first.floor_ms:.2f} ms, torch {first.torch}",
         f"{'way':{WAY_WIDTH}s} {'ms':>9s} {'spread':>17s} {'x floor':>8s} {'extra MiB':>9s}  error: value, gradients",
