@@ -7,7 +7,7 @@ known, and otherwise they are taken to differ (which costs a rewrite, not a reco
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 import sympy
@@ -114,6 +114,18 @@ def map_args(node: fx.Node, f: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...
     return cast("tuple[tuple[Any, ...], dict[str, Any]]", fx.map_arg((node.args, node.kwargs), f))
 
 
+def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes and all that they are computed from; only through nodes of ``among``, where that is given."""
+    seen = set(nodes)
+    work = list(seen)
+    while work:
+        for a in work.pop().all_input_nodes:
+            if (among is None or a in among) and a not in seen:
+                seen.add(a)
+                work.append(a)
+    return seen
+
+
 def inputs_through_tuples(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node reads; for one result of an operation with several, what that operation reads."""
     source = node.args[0] if node.args else None
@@ -196,9 +208,10 @@ class GraphBuilder:
         """The parts joined along ``dim``; the original, when they are the pieces it was cut into."""
         if len(parts) == 1:
             return parts[0]
-        return self._uncut(parts, dim) or self.call(aten.cat.default, list(parts), dim)
+        return self.uncut(parts, dim) or self.call(aten.cat.default, list(parts), dim)
 
-    def _uncut(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
+    def uncut(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
+        """The tensor that consecutive slices along ``dim`` are all of, or None."""
         base: fx.Node | None = None
         at: Size = 0
         for part in parts:

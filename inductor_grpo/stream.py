@@ -22,12 +22,15 @@ from .exits import Contribution, Exit, Piece, make_exit
 from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, numel, shape, value
 from .heads import find_heads
 from .layout import Layouts
+from .loops import join_loops
 from .merge import merge
+from .normalise import pad_short_indices
 from .one_pass import one_pass
 from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
 from .rules import RULES
 from .rules.reductions import Reduction, Scan
+from .stacks import unstack
 
 
 class Refused(Exception):
@@ -48,8 +51,12 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     Raises :class:`Refused` when a region cannot be rewritten: the graph is then spoiled, and the caller starts again
     from a fresh copy without it.
     """
+    heads = find_heads(graph, after_tangent(graph))
+    mine = [head for place, head in enumerate(heads) if place not in left_alone]
+    join_loops(graph, mine)
+    unstack(graph, mine)
+    pad_short_indices(graph)
     backward = after_tangent(graph)
-    heads = find_heads(graph, backward)
     refusals = Refusals({head.node: place for place, head in enumerate(heads)})
     layouts = Layouts()
     components = find_components(graph, layouts, heads, backward)
