@@ -27,9 +27,12 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         message = f"grpo.max_rewrites allows {settings.max_rewrites} rewrites in one graph"
         return Rejection("DISABLED", message, component.location, size)
     if size < limit:
+        logits = value(component.heads[0].node)
+        lasting = ", which decides for all sizes that this compilation serves, from a cache too"
+        lasts = lasting if any(isinstance(s, torch.SymInt) for s in logits.shape) else ""
         message = (
-            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower that setting (0 rewrites"
-            " every head)"
+            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}){lasts}; lower that setting (0"
+            " rewrites every head)"
         )
         return Rejection("TOO_SMALL", message, component.location, size)
     return None
