@@ -146,6 +146,23 @@ class Emitter:
             result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         return result
 
+    def applied(self, node: fx.Node, of: fx.Node, given: fx.Node, rowmap: RowMap) -> fx.Node:
+        """The body's value of a pointwise ``node`` with the value ``given`` for its operand ``of``."""
+        from .rules import POINTWISE
+
+        key, values = (of, rowmap, self._recomputes), self.draft.values
+        before = values.get(key)
+        values[key] = given
+        try:
+            result = POINTWISE.emit(self, node, rowmap)
+        finally:
+            if before is None:
+                del values[key]
+            else:
+                values[key] = before
+        result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        return result
+
     def unknown(self, node: fx.Node) -> Rejection:
         """The refusal of an operation without a row rule."""
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
