@@ -92,9 +92,12 @@ class RewritePass(hooks.GraphPass):
 
     def _run(self, graph: torch.fx.Graph) -> None:
         session = _session.get()
+        from inductor_grpo.loops import cuts_unknown_sizes
+
+        cut_up = session is not None and cuts_unknown_sizes(graph)
         report = breaks.name_breaks(self._rewrite(graph), graph, session.graph_break if session else None)
         if session is not None:
-            generalise.check_report(session.frame, report)
+            generalise.check_report(session.frame, report, cut_up)
         if session is None:
             _publish(report)
         else:

@@ -20,6 +20,16 @@ class GraphBreak:
     location: Location | None
     reason: str
 
+    @property
+    def cure(self) -> str:
+        """What to change so that head and loss become one graph."""
+        if "output shape depends" in self.reason or "dynamic output shape" in self.reason.lower():
+            return (
+                "have torch trace sizes that are data (torch._dynamo.config.capture_dynamic_output_shape_ops = True),"
+                " so that head and loss are one graph"
+            )
+        return CURE
+
     def __str__(self) -> str:
         place = f" at {_short(self.location)}" if self.location else ""
         return f"the graph break{place} ({self.reason})"
@@ -56,13 +66,13 @@ def _break_before(graph: fx.Graph) -> Location | None:
 def _named(rejection: Rejection, before: Location | None, after: GraphBreak | None) -> Rejection:
     if rejection.code == "LOGITS_RETURNED" and after is not None and "gradient" not in rejection.why:
         op = rejection.op or "an operation"
-        message = f"the vocabulary-sized result of {op} leaves the graph at {after}; {CURE}"
+        message = f"the vocabulary-sized result of {op} leaves the graph at {after}; {after.cure}"
     elif rejection.code == "LOGITS_GIVEN" and before is not None:
         message = f"the logits were made before the graph break at {_short(before)}, in another graph; {CURE}"
     elif rejection.code == "NO_HEAD" and (before is not None or after is not None):
         ends = f"it ends with {after}" if after is not None else ""
         starts = f"it starts after the graph break at {_short(before)}" if before is not None else ""
-        message = f"{rejection.why}, and {' and '.join(filter(None, (starts, ends)))}; {CURE}"
+        message = f"{rejection.why}, and {' and '.join(filter(None, (starts, ends)))}; {after.cure if after else CURE}"
     else:
         return rejection
     return Rejection(rejection.code, message, rejection.location, rejection.bytes, rejection.op)

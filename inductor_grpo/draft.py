@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -117,27 +118,31 @@ class Draft:
         self.outputs.append(output)
         return len(self.outputs) - 1
 
-    def absorb(self, other: Draft, rows: list[RowInput] | None = None) -> list[int]:
+    def absorb(self, other: Draft, rows: list[RowInput] | None = None, order: Sequence[int] | None = None) -> list[int]:
         """Takes over the body and the outputs of another program, reading ``rows`` in the place of its own row inputs;
-        returns the new places of its outputs."""
+        returns the new places of its outputs.  With ``order`` the outputs come in that order, and what they need in
+        the order in which they need it."""
         rows = list(other.row_inputs) if rows is None else rows
+        outputs = [other.outputs[i] for i in order] if order is not None else other.outputs
+        nodes = list(other.graph.nodes) if order is None else needed_by([out.value for out in outputs])
         self.group = self.group if other.group == 1 else other.group
         env: dict[fx.Node, fx.Node] = {other.n: self.n}
         names: dict[str, list[Any]] = {"logits": list(other.projections), "rows": rows}
         names.update(whole=list(other.whole_inputs), syms=list(other.sizes))
         moved: dict[Any, Any] = dict(zip(other.row_inputs, rows))
-        for node in other.graph.nodes:
+        for node in nodes:
             if node.op == "placeholder":
                 continue
             source = node.args[0] if node.target is operator.getitem else None
             if isinstance(source, fx.Node) and source.op == "placeholder":
-                env[node] = self._take(source.name, names[source.name][node.args[1]], names)
+                place: Any = node.args[1]
+                env[node] = self._take(source.name, names[source.name][place], names)
                 continue
             args, kwargs = map_args(node, env.__getitem__)
             env[node] = self.call(node.target, *args, **kwargs)
         return [
             self.keep(dataclasses.replace(out, value=env[out.value], operand=moved.get(out.operand, out.operand)))
-            for out in other.outputs
+            for out in outputs
         ]
 
     def _take(self, kind: str, item: Any, names: dict[str, list[Any]]) -> fx.Node:
@@ -183,6 +188,21 @@ class Draft:
 
     def _number(self, size: int | fx.Node) -> int | str:
         return size if isinstance(size, int) else f"s{self.sizes.setdefault(size, len(self.sizes))}"
+
+
+def needed_by(values: Sequence[fx.Node]) -> list[fx.Node]:
+    """The values and all that they are computed from, each after its operands, the first value's first."""
+    found: dict[fx.Node, None] = {}
+    work = list(reversed(values))
+    while work:
+        node = work[-1]
+        missing = [a for a in node.all_input_nodes if a not in found]
+        if missing and node not in found:
+            work += reversed(missing)
+        else:
+            found.setdefault(node)
+            work.pop()
+    return list(found)
 
 
 def print_function(graph: fx.Graph, name: str, values: list[fx.Node]) -> str:

@@ -308,7 +308,8 @@ class Emitter:
         rows, all_rows = aligned_rows(own, len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab)
         order = list(range(len(sizes))) if vocab is None else [i for i in range(len(sizes)) if i != vocab] + [vocab]
         flat = b.permute(b.view(x, padded), order)
-        if all(is_one(r) for r in rows):
+        one_row = all(is_one(r) for r in all_rows)  # of a loop over rows: what it reads is another in each piece
+        if all(is_one(r) for r in rows) and not (one_row and is_one(columns)):
             return self.draft.whole(b.view(flat, [1, columns]))
         if same_sizes(rows, all_rows) and (is_one(columns) or not rowmap.steps):
             return self.draft.row(b.view(flat, [numel(rows), columns]), rowmap)

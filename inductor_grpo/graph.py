@@ -208,9 +208,10 @@ class GraphBuilder:
         """The parts joined along ``dim``; the original, when they are the pieces it was cut into."""
         if len(parts) == 1:
             return parts[0]
-        return self._uncut(parts, dim) or self.call(aten.cat.default, list(parts), dim)
+        return self.uncut(parts, dim) or self.call(aten.cat.default, list(parts), dim)
 
-    def _uncut(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
+    def uncut(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
+        """The tensor that consecutive slices along ``dim`` are all of, or None."""
         base: fx.Node | None = None
         at: Size = 0
         for part in parts:

@@ -28,6 +28,7 @@ from .graph import (
     shape,
     target_of,
 )
+from .order import in_order
 from .rowmap import RowMap, Step, partition
 from .rules.selection import select_step, slice_step
 
@@ -45,7 +46,7 @@ def merge(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -> list
 
 def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
     groups: dict[object, list[Draft]] = {}
-    for draft in drafts:
+    for draft in _comparable(drafts, exits):
         program = draft.program("float32").to_text()
         key = (
             draft.depth,
@@ -62,6 +63,21 @@ def _join_loops(builder: GraphBuilder, drafts: list[Draft], exits: list[Exit]) -
             result.append(_join(builder, group, exits))
         else:
             result += group
+    return result
+
+
+def _comparable(drafts: list[Draft], exits: list[Exit]) -> list[Draft]:
+    """The programs, in the order of their values where there are several that may be pieces of one loop."""
+    result = []
+    for draft in drafts:
+        alike = [d for d in drafts if d.depth == draft.depth and len(d.outputs) == len(draft.outputs)]
+        if len(alike) == 1 or draft.group != 1:
+            result.append(draft)
+            continue
+        ordered, places = in_order(draft)
+        for contribution in _of(draft, exits):
+            contribution.draft, contribution.place = ordered, places[contribution.place]
+        result.append(ordered)
     return result
 
 

@@ -19,7 +19,6 @@ def normalise(graph: fx.Graph) -> fx.Graph:
     copy = fxgraph.common_subexpressions(copy)
     _resolve_reads_of_writes(copy)
     _flatten_batched_matmuls(copy)
-    _pad_short_indices(copy)
     copy.eliminate_dead_code()
     return copy
 
@@ -66,7 +65,7 @@ def _as_one_matmul(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
     return b.call(aten.mm.default, b.view(left, [batch * rows, inner]), weight)
 
 
-def _pad_short_indices(graph: fx.Graph) -> None:
+def pad_short_indices(graph: fx.Graph) -> None:
     """Gives the index of a gather or scatter_add as many rows as the tensor that it indexes.
 
     Torch lets it have fewer.  Two inputs whose sizes became symbolic one by one (hidden and labels) have unrelated
@@ -133,17 +132,42 @@ def _as_sum_over_batch(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
 
 
 def _resolve_reads_of_writes(graph: fx.Graph) -> None:
-    """``slice(slice_scatter(base, src, where), where)`` is ``src``: what functionalisation leaves of in-place edits of
-    views."""
+    """``slice(slice_scatter(base, src, where), where)`` is ``src``, and elsewhere it is the slice of ``base``: what
+    functionalisation leaves of in-place edits of views."""
     scatters = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
     for node in list(graph.nodes):
         target = target_of(node)
-        if target not in scatters or target_of(node.args[0]) is not scatters[target]:
+        if target not in scatters:
             continue
-        write = node.args[0]
-        src = write.args[1]
-        if same_sizes(shape(src), shape(node)) and _place(node, 1) == _place(write, 2):
-            node.replace_all_uses_with(src)
+        while target_of(write := node_arg(node, 0)) is scatters[target]:
+            src = node_arg(write, 1)
+            if same_sizes(shape(src), shape(node)) and _place(node, 1) == _place(write, 2):
+                node.replace_all_uses_with(src)
+                break
+            if not _apart(_span(node, 1, shape(node)), _span(write, 2, shape(src))):
+                break
+            node.update_arg(0, write.args[0])
+
+
+def _span(node: fx.Node, first: int, sizes: list[Size]) -> tuple[int, int, int] | None:
+    """Dimension, start and end of what a slice or select reads or writes, ``sizes``; None where they are no
+    numbers."""
+    own = shape(node.args[0])
+    dim, start = arg(node, first, "dim", 0) % len(own), arg(node, first + 1, "start") or 0
+    single = node.target in (aten.select.int, aten.select_scatter.default)
+    if single:
+        start = arg(node, first + 1, "index")
+    length = 1 if single else sizes[dim]
+    if not isinstance(start, int) or start < 0 or not isinstance(length, int):
+        return None
+    return (dim, start, start + length) if single or arg(node, first + 3, "step", 1) == 1 else None
+
+
+def _apart(read: tuple[int, int, int] | None, written: tuple[int, int, int] | None) -> bool:
+    """Whether what is read lies beside what was written."""
+    if read is None or written is None or read[0] != written[0]:
+        return False
+    return read[2] <= written[1] or written[2] <= read[1]
 
 
 def _place(node: fx.Node, first: int) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from . import runtime
+from . import keep, runtime
 from .components import Component
 from .config import Settings
 from .depth import TANGENT_DEPTH
@@ -133,7 +133,7 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
         contractions = [p for p in used if draft.outputs[p].kind in ("contract", "outer", "outer_t")]
         matmuls += len(draft.projections) + len(contractions)
         after = max(after, _buffers(draft, settings))
-        late = late or draft.depth >= TANGENT_DEPTH
+        late = late or draft.depth >= TANGENT_DEPTH or (bool(contractions) and _projects_again(draft, own))
         gradients = gradients or bool(contractions)
     before = component.logits_bytes * (2 if late or gradients else 1)
     patterns = sorted({name for d in own for name in d.patterns or ()})
@@ -143,6 +143,13 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     if any(d.patterns is not None for d in own):
         schedule += ", vocabulary tiles"
     return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)
+
+
+def _projects_again(draft: Draft, others: list[Draft]) -> bool:
+    """A program before this one has made the same logits: the gradient is written in the forward, after sums over
+    ranks."""
+    mine = set(keep.projected(draft))
+    return any(other.depth < draft.depth and mine & set(keep.projected(other)) for other in others)
 
 
 def _buffers(draft: Draft, settings: Settings) -> int:

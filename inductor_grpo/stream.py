@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -9,24 +10,29 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from . import keep, plan
+from . import keep, plan, row_kernel
 from ._compat import fxgraph
+from ._compat.collectives import is_collective, is_functional
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
-from .depth import TANGENT_DEPTH, after_tangent, node_depths
+from .depth import TANGENT_DEPTH, after_tangent, effects, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
 from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, numel, shape, value
 from .heads import find_heads
+from .late_rows import separate
 from .layout import Layouts
+from .loops import join_loops
 from .merge import merge
+from .normalise import pad_short_indices
 from .one_pass import one_pass
 from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
 from .rules import RULES
 from .rules.reductions import Reduction, Scan
+from .stacks import unstack
 
 
 class Refused(Exception):
@@ -47,8 +53,12 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     Raises :class:`Refused` when a region cannot be rewritten: the graph is then spoiled, and the caller starts again
     from a fresh copy without it.
     """
+    heads = find_heads(graph, after_tangent(graph))
+    mine = [head for place, head in enumerate(heads) if place not in left_alone]
+    join_loops(graph, mine)
+    unstack(graph, mine)
+    pad_short_indices(graph)
     backward = after_tangent(graph)
-    heads = find_heads(graph, backward)
     refusals = Refusals({head.node: place for place, head in enumerate(heads)})
     layouts = Layouts()
     components = find_components(graph, layouts, heads, backward)
@@ -62,7 +72,11 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, settings)):
         refusals.schedule = "two-pass"
         fxgraph.sort_topologically(graph)
-    region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)
+    depths = node_depths(graph, layouts, floors)
+    if separate(builder, layouts, chosen, depths):
+        fxgraph.sort_topologically(graph)
+        depths = node_depths(graph, layouts, floors)
+    region = Region(builder, layouts, depths, kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
@@ -129,7 +143,8 @@ def put_in_place(
         replace(builder, exit, calls)
     drop_dead(graph)
     for node in effects(graph):
-        builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
+        if not is_functional(node):
+            builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
     try:
         fxgraph.sort_topologically(graph)
     except AssertionError:
@@ -234,6 +249,10 @@ def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
 def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
     if node.op == "output":
         return region.refuse(wide, "LOGITS_RETURNED", _leaves(region, wide))
+    sends = [n for n in region.builder.graph.nodes if is_collective(n)]
+    sends = [n for n in sends if any(region.layouts.is_wide(a) for a in n.all_input_nodes)]
+    if sends:
+        return region.refuse(sends[0], "NO_ROW_RULE", "{op} sends the logits to other ranks, so they have to exist")
     code, reason = "NO_ROW_RULE", "{op} reads the logits and is not known to treat each row apart"
     rule = RULES.get(node.target)
     if node in region.layouts.conflicts:
@@ -253,16 +272,6 @@ def _leaves(region: Region, wide: fx.Node) -> str:
         "the vocabulary-sized result of {op} is returned to the caller, so it has to exist; return a value a token"
         " (the log-prob of its label, the entropy) instead, or compile what reads it into the same function"
     )
-
-
-def effects(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that do something besides returning a value: writes to inputs and buffers, assertions.  Random numbers
-    that nobody reads are none."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure() and not _is_random(n)]
-
-
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def drop_dead(graph: fx.Graph) -> None:
@@ -292,17 +301,20 @@ def emit_calls(
     for draft in drafts:
         used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
-        op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
+        if any(sink.operand is not None for sink in program.sinks):
+            program = dataclasses.replace(program, filter_eps=settings.filter_eps)
+        op, text, codegen = torch.ops.inductor_grpo.rows.default, program.to_text(), settings.codegen
+        codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel) else ""
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
-            op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
+            op, text, codegen = torch.ops.inductor_grpo.tiles.default, tile_program.to_text(), settings.codegen
         outputs = [draft.outputs[p] for p in used]
         gradients = draft.depth >= TANGENT_DEPTH or any(o.kind not in ("row", "total") for o in outputs)
         observe_body(draft.graph, [o.value for o in outputs], draft.patterns, gradients)
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
         n = builder.dim(numel(draft.rows))
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)
-        call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, settings.codegen)
+        call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, codegen)
         results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
         for taker, place, own in takers.get(id(draft), ()):
             taker.reuses.append((own, builder.getitem(call, len(used) + draft.keeps.index(place))))

@@ -173,6 +173,25 @@ def backend() -> Any:
 # ---------------------------------------------------------------- the accuracy rule
 
 
+class ProductsInBlocks(TorchFunctionMode):
+    """Eager that takes the products of ``F.linear`` in blocks of rows, as chunks take them.
+
+    A BLAS may round a product of few rows otherwise than one of many.  Where a loss blows that difference up, the
+    error of eager's one product is the luck of the draw, and no yardstick for products of other sizes.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.linear or kwargs:
+            return func(*args, **(kwargs or {}))
+        hidden, *rest = args
+        blocks = [func(block, *rest) for block in hidden.flatten(0, -2).split(self.rows)]
+        return torch.cat(blocks).unflatten(0, hidden.shape[:-1])
+
+
 def error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """``max|value - reference| / max|reference|`` over what is finite in both; absolute where the divisor is 0."""
     value, reference = value.double(), reference.double()

@@ -225,8 +225,11 @@ SEQUENCES = ["GSPO01", "GSPO02", "GSPO04", "GSPO07", "GSPO11", "GSPO24", "LUSPO0
 @pytest.mark.parametrize("id", SEQUENCES)
 def test_ratios_of_sequences(id: str, dtype: str, dynamic: bool) -> None:
     """Two sequences of 7 tokens, a chunk each."""
-    args = VARIANTS[id].factory("cpu", DTYPES[dtype], True)
-    in_one_pass(VARIANTS[id].function, args, dynamic=dynamic, rows=7)
+    function, args = VARIANTS[id].function, VARIANTS[id].factory("cpu", DTYPES[dtype], True)
+    with harness.ProductsInBlocks(7):
+        eager = harness.run(function, args)
+    truth = harness.run(function, args, wide=True)
+    in_one_pass(function, args, dynamic=dynamic, rows=7, reference=(eager, truth))
 
 
 def sequence_ratio(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ import torch.fx as fx
 from .._compat import fxgraph
 from ..config import Settings
 from ..depth import after_tangent
-from ..graph import GraphBuilder, target_of, value
+from ..graph import GraphBuilder, args_of, aten, shape, target_of, value
 from ..report import Location, Rejection, Report, Rewrite
 from . import launch
 from .hoist import Hoist
 from .recompute import is_cheap, recompute_token_terms
 from .spellings import normalise_sums
 from .stages import Stage, emit_stage, plan_stages
-from .sums import Sum, find_sums, gathered
+from .sums import Ids, Sum, find_sums, gathered, ids_of
 
 NAME = "segment_sums"
 FUSED_DEVICES = ("cuda",)
@@ -82,14 +82,28 @@ def _read_by_tokens_alone(s: Sum) -> bool:
     work, seen = [s.node], {s.node}
     while work:
         for user in work.pop().users:
-            read = gathered(user)
-            if user in seen or (read is not None and read[1].same_as(s.ids)):
+            if user in seen or _reads_its_tokens(user, s.ids):
                 continue
-            if not is_cheap(user):
+            if not is_cheap(user) and not _is_column(user):
                 return False
             seen.add(user)
             work.append(user)
     return True
+
+
+def _reads_its_tokens(node: fx.Node, ids: Ids) -> bool:
+    """Whether a node is ``table[ids]``, of a value or of a row of values a segment."""
+    if (read := gathered(node)) is not None:
+        return read[1].same_as(ids)
+    if target_of(node) is not aten.index.Tensor or ids.columns is not None:
+        return False
+    indices = args_of(node)[1]
+    return len(indices) == 1 and Ids(ids_of(indices[0])).same_as(ids)
+
+
+def _is_column(node: fx.Node) -> bool:
+    """Whether a node puts a value a segment into a column of a table with a row a segment."""
+    return target_of(node) is aten.select_scatter.default and args_of(node)[2] % len(shape(node)) != 0
 
 
 def _without_tangent(builder: GraphBuilder, s: Sum, late: set[fx.Node]) -> Sum:
