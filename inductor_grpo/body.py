@@ -21,6 +21,8 @@ from torch import Tensor
 
 from inductor_grpo._compat import codegen
 from inductor_grpo.program import Program
+from inductor_grpo.row_kernel import launch as row_kernels
+from inductor_grpo.row_kernel.chunk import ChunkKernel
 
 log = logging.getLogger("inductor_grpo")
 
@@ -151,7 +153,15 @@ def step(
 class Body:
     """The chunk step of one program for one set of dtypes and widths."""
 
-    def __init__(self, program: Program, plan: Plan, uses: Uses, specs: Sequence[codegen.TensorSpec], compiled: bool):
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        uses: Uses,
+        specs: Sequence[codegen.TensorSpec],
+        compiled: bool,
+        row_kernel: bool = False,
+    ):
         self.program = program
         self.plan = plan
         self.uses = uses
@@ -160,6 +170,9 @@ class Body:
         self._failed = False
         self._variants: list[codegen.Compiled] = []
         self._chosen: dict[tuple[int, ...], codegen.Compiled | None] = {}
+        self._row_kernel: ChunkKernel | None = None
+        self.no_row_kernel: str | None = None if row_kernel else "grpo.row_kernel is off"
+        """Why the step does not run as a row kernel; None before the first run, or when it does."""
 
     def run(
         self,
@@ -172,8 +185,11 @@ class Body:
         widths: dict[int, int],
     ) -> list[Tensor]:
         """Runs one chunk, see :func:`step`; ``rows``, ``whole`` and ``syms`` hold only what the body uses."""
-        compiled = None if self._eager else self._variant(n, syms, widths)
-        if compiled is None:
+        by_row = None if self.no_row_kernel else self._by_row(n, logits, rows, whole, syms, targets)
+        compiled = None if self._eager or by_row is not None else self._variant(n, syms, widths)
+        if by_row is not None:
+            results = by_row
+        elif compiled is None:
             results = self._run_eager(n, logits, rows, whole, syms, targets, widths)
         else:
             results = list(compiled([n, *syms, *logits, *rows, *whole, *targets]))
@@ -182,6 +198,49 @@ class Body:
             logits[placed[operand]] if result is None else result
             for operand, result in zip(self.plan.operands, results, strict=True)
         ]
+
+    def _by_row(
+        self,
+        n: int,
+        logits: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        syms: Sequence[int],
+        targets: Sequence[Tensor],
+    ) -> list[Tensor | None] | None:
+        """The step as one row kernel; None where there is none."""
+        first = self._row_kernel is None
+        if first and codegen.capturing():
+            return None  # as for a compiled variant: the next call looks again
+        try:
+            if first:
+                with codegen.compile_lock():
+                    self._row_kernel = self._find_row_kernel(syms)
+            assert self._row_kernel is not None
+            if not self._row_kernel.holds(n, syms):
+                return None
+            return self._row_kernel.run(n, logits, rows, whole, syms, targets)
+        except row_kernels.Unfit as reason:
+            self.no_row_kernel = str(reason)
+            log.info("a chunk body has no row kernel: %s", reason)
+        except Exception as error:
+            # A kernel that does not compile has not run: the generated body takes over.
+            if not first or self.specs[0].device.type != "cuda":
+                raise
+            self.no_row_kernel = f"{type(error).__name__}: {error}"
+            log.warning("a row kernel does not compile, generated code is used: %s", self.no_row_kernel[:2000])
+        return None
+
+    def reset_row_kernel(self) -> None:
+        """Looks for a row kernel again at the next run."""
+        self._row_kernel = self.no_row_kernel = None
+
+    def _find_row_kernel(self, syms: Sequence[int]) -> ChunkKernel:
+        device = self.specs[0].device
+        if not row_kernels.available(device):
+            raise row_kernels.Unfit(f"row kernels need CUDA and Triton, and this is {device}")
+        hint = self._group(syms) * max(1, HINT_ROWS // self._group(syms))
+        return ChunkKernel(self.program, self.plan, self.uses, self.specs, syms, hint)
 
     def _run_eager(
         self,
@@ -226,8 +285,9 @@ class Body:
         return self._failed
 
     def sources(self) -> list[str]:
-        """Generated code of each compiled variant."""
-        return [codegen.source_of(v) for v in self._variants]
+        """Generated code of the row kernel and of each compiled variant."""
+        kernels = [] if self._row_kernel is None else [self._row_kernel.kernel.source]
+        return kernels + [codegen.source_of(v) for v in self._variants]
 
     def _variant(self, n: int, syms: Sequence[int], widths: dict[int, int]) -> codegen.Compiled | None:
         values = (n, *syms)

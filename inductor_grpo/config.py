@@ -19,6 +19,10 @@ name                  meaning
 ``max_rewrites``      stop after so many rewrites in one graph (bisecting); None: no limit
 ``generalise``        compile a loss once for all token counts, segment counts and factors; False: the
                       dynamic shapes of stock
+``filter_eps``        leave tiles of dlogits out of dX and dW whose elements are all below this share of the
+                      largest in their row, such as 2**-12; 0: none (:mod:`inductor_grpo.filter`)
+``row_kernel``        "on": chunk bodies run as one Triton program a row where they fit (CUDA); "auto": where that
+                      was measured to be faster, which so far means off; "off"
 ``codegen``           "inductor", or "eager": run the rewritten graphs without generating code
 ====================  ===============================================================================
 
@@ -64,6 +68,16 @@ def _integer(value: Any) -> int:
         return int(value.strip()) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         raise ValueError("must be a whole number") from None
+
+
+def _share(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError("must be a number") from None
+    if isinstance(value, bool) or not 0 <= number < 1:
+        raise ValueError("must be a number from 0 to 1, 1 excluded")
+    return number
 
 
 def _switch(value: Any) -> bool:
@@ -119,6 +133,8 @@ class Settings:
     require: bool = False
     disable: tuple[str, ...] = ()
     max_rewrites: int | None = None
+    filter_eps: float = 0.0
+    row_kernel: str = "auto"
     codegen: str = "inductor"
     generalise: bool = True
 
@@ -146,6 +162,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "require": _switch,
     "disable": _patterns,
     "max_rewrites": _optional_size,
+    "filter_eps": _share,
+    "row_kernel": _one_of("auto", "on", "off"),
     "codegen": _one_of("inductor", "eager"),
     "generalise": _switch,
 }
@@ -161,6 +179,8 @@ accumulate: str
 require: bool
 disable: tuple[str, ...]
 max_rewrites: int | None
+filter_eps: float
+row_kernel: str
 codegen: str
 generalise: bool
 

@@ -146,6 +146,23 @@ class Emitter:
             result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         return result
 
+    def applied(self, node: fx.Node, of: fx.Node, given: fx.Node, rowmap: RowMap) -> fx.Node:
+        """The body's value of a pointwise ``node`` with the value ``given`` for its operand ``of``."""
+        from .rules import POINTWISE
+
+        key, values = (of, rowmap, self._recomputes), self.draft.values
+        before = values.get(key)
+        values[key] = given
+        try:
+            result = POINTWISE.emit(self, node, rowmap)
+        finally:
+            if before is None:
+                del values[key]
+            else:
+                values[key] = before
+        result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        return result
+
     def unknown(self, node: fx.Node) -> Rejection:
         """The refusal of an operation without a row rule."""
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -291,7 +308,8 @@ class Emitter:
         rows, all_rows = aligned_rows(own, len(sizes), vocab), aligned_rows(sizes, len(sizes), vocab)
         order = list(range(len(sizes))) if vocab is None else [i for i in range(len(sizes)) if i != vocab] + [vocab]
         flat = b.permute(b.view(x, padded), order)
-        if all(is_one(r) for r in rows):
+        one_row = all(is_one(r) for r in all_rows)  # of a loop over rows: what it reads is another in each piece
+        if all(is_one(r) for r in rows) and not (one_row and is_one(columns)):
             return self.draft.whole(b.view(flat, [1, columns]))
         if same_sizes(rows, all_rows) and (is_one(columns) or not rowmap.steps):
             return self.draft.row(b.view(flat, [numel(rows), columns]), rowmap)

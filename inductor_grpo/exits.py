@@ -2,7 +2,8 @@
 
 A row value is written by its own rule.  A contraction over the vocabulary or over the rows (the gradients of hidden,
 weight and bias) is linear in its vocabulary-sized operand, so that operand is first taken apart into terms, each with
-its own rows: the gradient of ``logits[:, :-1]`` costs a matmul over those rows only.
+its own rows: the gradient of ``logits[:, :-1]`` costs a matmul over those rows only, also where the model scaled or
+capped all of the logits before they were sliced.
 """
 
 from __future__ import annotations
@@ -15,11 +16,27 @@ import torch
 import torch.fx as fx
 
 from .draft import Draft, Output, RowInput
-from .emit import Region
-from .graph import GraphBuilder, Size, arg, aten, is_one, node_arg, prims, same_sizes, shape, target_of, value
+from .emit import Emitter, Region
+from .graph import (
+    GraphBuilder,
+    Size,
+    ancestors,
+    arg,
+    aten,
+    is_one,
+    is_tensor,
+    node_arg,
+    prims,
+    same_sizes,
+    shape,
+    target_of,
+    value,
+)
+from .layout import aligned_rows
+from .linear import is_linear
 from .program import SinkKind
 from .rowmap import RowMap, Step
-from .rules import RULES
+from .rules import RULES, is_pointwise
 from .rules.indexing import index_list, row_fill_vocab
 from .rules.reductions import WHOLE, Reduction, reduced_dims
 from .rules.selection import SelectionScatter, cat_dim, cat_parts, cat_steps, row_step_of_scatter
@@ -86,13 +103,25 @@ class Exit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Applied:
+    """A pointwise operation that is linear in its operand ``of``, on the rows that so many steps of the path select."""
+
+    node: fx.Node
+    of: fx.Node
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Term:
-    """``node`` in its own rows, which ``path`` leads to the rows of the sum; converted by ``casts`` after summation."""
+    """``node`` in its own rows, which ``path`` leads to the rows of the sum; converted by ``casts`` after summation.
+
+    ``after`` is what is done with the value before it is summed, in the rows of ``node``."""
 
     node: fx.Node
     path: tuple[Step, ...] = ()
     casts: tuple[torch.dtype, ...] = ()
     adds: bool = False
+    after: tuple[Applied | torch.dtype, ...] = ()
 
 
 def make_exit(region: Region, node: fx.Node) -> Exit | None:
@@ -192,13 +221,23 @@ def _sum(
         if operand is not None and kind in ("outer", "outer_t"):
             term_operand = RowInput(operand, path)
         columns = e.builder.dim(region.layouts.columns(term.node))
-        out = Output(kind, e.value(term.node, RowMap()), columns, dtype, term_operand, term.casts)
+        out = Output(kind, _value(e, term), columns, dtype, term_operand, term.casts)
         contributions.append(Contribution(e.draft, e.draft.keep(out), path, term.adds))
 
     def finish(b: GraphBuilder, result: fx.Node) -> fx.Node:
         return b.view(b.permute(result, [1, 0]) if transposed else result, shape(node))
 
     return Exit(node, kind, rows, contributions, finish)
+
+
+def _value(e: Emitter, term: Term) -> fx.Node:
+    result = e.value(term.node, RowMap())
+    for step in term.after:
+        if isinstance(step, torch.dtype):
+            result = e.call(prims.convert_element_type.default, result, step)
+        else:
+            result = e.applied(step.node, step.of, result, RowMap(term.path[: step.steps]))
+    return result
 
 
 def _read_in_float32(node: fx.Node) -> bool:
@@ -240,7 +279,39 @@ def terms(region: Region, x: fx.Node) -> list[Term]:
         found = [t for a in cast("tuple[fx.Node, ...]", x.args) for t in terms(region, a)]
         if any(t.path for t in found):
             return found
+    for operand in x.all_input_nodes:
+        if _passes_through(region, x, operand):
+            found = terms(region, operand)
+            if any(t.path for t in found) and (len(found) == 1 or not any(t.casts for t in found)):
+                return [
+                    dataclasses.replace(t, casts=(), after=(*t.after, *t.casts, Applied(x, operand, len(t.path))))
+                    for t in found
+                ]
     return [Term(x)]
+
+
+def _passes_through(region: Region, x: fx.Node, operand: fx.Node) -> bool:
+    """``x`` is a pointwise operation that gives zero in the rows where ``operand`` is zero.
+
+    Its other operands are numbers, the same for all rows, or computed from the logits (a soft-cap): one from outside
+    with a value a row, that may be 0 or infinite in rows that the loss does not read, keeps these rows."""
+    layouts = region.layouts
+    if not (
+        is_pointwise(x.target)
+        and layouts.is_wide(operand)
+        and operand not in layouts.conflicts
+        and same_sizes(shape(operand), shape(x))
+        and is_linear(x, {operand})
+    ):
+        return False
+    vocab, rank = layouts[x].vocab, len(shape(x))
+    for a in x.all_input_nodes:
+        if layouts.is_wide(a):
+            if a is not operand and operand in ancestors([a]):
+                return False
+        elif is_tensor(a) and not all(map(is_one, aligned_rows(shape(a), rank, vocab))):
+            return False
+    return True
 
 
 def _same_space(region: Region, x: fx.Node, inner: Any) -> Any:

@@ -7,7 +7,7 @@ known, and otherwise they are taken to differ (which costs a rewrite, not a reco
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 import sympy
@@ -112,6 +112,18 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
 def map_args(node: fx.Node, f: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a node with ``f(x)`` for every node ``x`` in them."""
     return cast("tuple[tuple[Any, ...], dict[str, Any]]", fx.map_arg((node.args, node.kwargs), f))
+
+
+def ancestors(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes and all that they are computed from; only through nodes of ``among``, where that is given."""
+    seen = set(nodes)
+    work = list(seen)
+    while work:
+        for a in work.pop().all_input_nodes:
+            if (among is None or a in among) and a not in seen:
+                seen.add(a)
+                work.append(a)
+    return seen
 
 
 def inputs_through_tuples(node: fx.Node) -> list[fx.Node]:

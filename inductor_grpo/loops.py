@@ -175,7 +175,7 @@ class Loops:
             else:
                 terms.append(term)
         writes = [t for t in terms if target_of(t) in _WRITES and _is_zero(node_arg(t, 0))]
-        whole = self._written(writes) if len(writes) > 1 else None
+        whole = self._written(writes)
         if whole is None:
             return None
         for term in terms:
@@ -185,6 +185,8 @@ class Loops:
 
     def _written(self, writes: list[fx.Node]) -> fx.Node | None:
         """Writes of parts that fill a buffer."""
+        if len(writes) < 2:
+            return None
         target = target_of(writes[0])
         sizes = shape(writes[0])
         dims = {arg(w, 2, "dim", 0) % len(sizes) for w in writes}

@@ -21,6 +21,7 @@ from .depth import is_tangent, node_depths
 from .graph import (
     GraphBuilder,
     Size,
+    ancestors,
     aten,
     inputs_through_tuples,
     is_one,
@@ -79,7 +80,7 @@ def _factor(builder: GraphBuilder, twins: list[_Twin]) -> fx.Node:
 
     A second derivative is refused by torch where the backward has an input that requires a gradient, as any other
     schedule's has: so this has all that their gradients are computed from."""
-    before = _ancestors([exit for twin in twins for exit in twin.exits], None)
+    before = ancestors([exit for twin in twins for exit in twin.exits])
     kept = [n for n in builder.graph.nodes if n.op == "placeholder" and n in before and _may_have_gradient(n)]
     return builder.call(torch.ops.inductor_grpo.tangent.default, builder.view(twins[0].tangent, []), kept)
 
@@ -134,7 +135,7 @@ def _twin(builder: GraphBuilder, layouts: Layouts, component: Component) -> _Twi
         return None
     one = builder.full(shape(tangent), 1, value(tangent).dtype, value(tangent).device)
     of = {tangent: one}
-    needed, prefixes = _ancestors(exits, late), Prefixes(builder, layouts)
+    needed, prefixes = ancestors(exits, late), Prefixes(builder, layouts)
     for node in list(graph.nodes):
         if node not in needed or node is tangent:
             continue
@@ -157,16 +158,6 @@ def _is_number(tangent: fx.Node) -> bool:
 
 def _may_have_gradient(node: fx.Node) -> bool:
     return is_tensor(node) and value(node).is_floating_point() and not is_tangent(node)
-
-
-def _ancestors(nodes: list[fx.Node], among: set[fx.Node] | None) -> set[fx.Node]:
-    seen, work = set(nodes), list(nodes)
-    while work:
-        for a in work.pop().all_input_nodes:
-            if (among is None or a in among) and a not in seen:
-                seen.add(a)
-                work.append(a)
-    return seen
 
 
 def _take_over_bridges(graph: fx.Graph, layouts: Layouts, trained: set[int]) -> None:

@@ -42,12 +42,13 @@ def _rows(
     n            number of rows, may be 0
     syms         integers that the program names ``syms[i]`` or ``"s<i>"``
     chunk_bytes  upper bound for one ``[rows, V]`` buffer; 0 takes the device's default
-    codegen      how the body runs: "inductor" or "eager"
+    codegen      how the body runs: "inductor" or "eager"; with "+row_kernel" behind it one Triton program a row where
+                 the body is fit for that (:mod:`inductor_grpo.row_kernel`), and as said otherwise
 
     Returns one fresh contiguous tensor per sink, and one ``[kept_rows, V]`` per projection that the program keeps.
     Raises ValueError for another ``codegen`` or a negative ``chunk_bytes``.
     """
-    _check(chunk_bytes, codegen)
+    _check(chunk_bytes, codegen.removesuffix("+row_kernel"))
     return runtime.run(rows, whole, n, syms, program, chunk_bytes, codegen)
 
 

@@ -66,7 +66,7 @@ class Program:
     Runs of rows are whole groups of ``group`` rows.  The logits of the first ``kept_rows`` rows are returned for each
     projection in ``keeps``, after the results of the sinks; ``reuses`` are pairs of a projection and the tensor in
     ``whole`` where another program has kept them.  ``group`` and ``kept_rows`` are numbers, or ``"s3"`` for
-    ``syms[3]``."""
+    ``syms[3]``.  ``filter_eps``: see :mod:`inductor_grpo.filter`."""
 
     projections: tuple[Projection, ...]
     body: str
@@ -75,10 +75,14 @@ class Program:
     kept_rows: int | str = 0
     keeps: tuple[int, ...] = ()
     reuses: tuple[tuple[int, int], ...] = ()
+    filter_eps: float = 0.0
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), sort_keys=True)
+        data = dataclasses.asdict(self)
+        if not self.filter_eps:
+            del data["filter_eps"]
+        return json.dumps(data, separators=(",", ":"), sort_keys=True)
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
@@ -93,6 +97,7 @@ class Program:
             kept_rows=data["kept_rows"],
             keeps=tuple(data["keeps"]),
             reuses=tuple((place, whole) for place, whole in data["reuses"]),
+            filter_eps=data.get("filter_eps", 0.0),
         )
 
 

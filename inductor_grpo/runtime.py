@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inductor_grpo import body as bodies
+from inductor_grpo import filter as filtering
 from inductor_grpo._compat import codegen
 from inductor_grpo.live_rows import LiveRows
 from inductor_grpo.program import Program, Sink
@@ -241,17 +242,20 @@ class _Loop:
         if packing is not None:
             value = packing.rows_in_place(value) if owned else packing.rows(value)
             others = {i: packing.rows(other) for i, other in others.items()}
+        parts = filtering.live_parts(value, self.program.filter_eps)
         for position, sink in sinks:
             if sink.kind == "contract":
                 result = cast(Tensor, outputs[position])[start:stop]
                 if packing is None:
-                    self._contract(value, self.whole[sink.input], result)
+                    self._contract(value, self.whole[sink.input], result, parts)
                 else:
                     packed = self._empty((value.shape[0], result.shape[1]), result.dtype)
-                    self._contract(value, self.whole[sink.input], packed)
+                    self._contract(value, self.whole[sink.input], packed, parts)
                     result.zero_().index_copy_(0, packing.order, packed)
             elif sink.kind == "total":
                 sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
+            elif parts is not None:
+                filtering.outer(parts, sums[position], value, others[position], sink.kind == "outer_t")
             else:
                 other = others[position]
                 left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
@@ -294,8 +298,10 @@ class _Loop:
         return self.whole[sink.input].shape[0] if sink.kind == "contract" else columns(sink, self.syms)
 
     @staticmethod
-    def _contract(value: Tensor, weight: Tensor, out: Tensor) -> None:
-        if out.dtype == value.dtype:
+    def _contract(value: Tensor, weight: Tensor, out: Tensor, parts: list[filtering.Part] | None) -> None:
+        if parts is not None:
+            filtering.contract(parts, value, weight, out)
+        elif out.dtype == value.dtype:
             torch.mm(value, weight, out=out)
         else:
             out.copy_(torch.mm(value, weight))
@@ -328,7 +334,9 @@ class _Loop:
             specs = [spec((None, width), (width, 1), kind, self.device) for width, kind in (*self.logits, *rows)]
             specs += [spec(dims, stride, kind, device) for dims, stride, kind, device in whole]
             specs += [spec((lead, width), (width, 1), kind, self.device) for lead, width, kind in targets]
-            return bodies.Body(program, self._plan(widths), self.uses, specs, self.mode == "inductor")
+            base, _, extra = self.mode.partition("+")
+            plan = self._plan(widths)
+            return bodies.Body(program, plan, self.uses, specs, base == "inductor", extra == "row_kernel")
 
         return bodies.get(key, make)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from . import keep, plan
+from . import keep, plan, row_kernel
 from ._compat import fxgraph
 from ._compat.collectives import is_collective, is_functional
 from .capture import observe_body
@@ -31,6 +32,7 @@ from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
 from .rules import RULES
 from .rules.reductions import Reduction, Scan
+from .stacks import unstack
 
 
 class Refused(Exception):
@@ -52,7 +54,9 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     from a fresh copy without it.
     """
     heads = find_heads(graph, after_tangent(graph))
-    join_loops(graph, [head for place, head in enumerate(heads) if place not in left_alone])
+    mine = [head for place, head in enumerate(heads) if place not in left_alone]
+    join_loops(graph, mine)
+    unstack(graph, mine)
     pad_short_indices(graph)
     backward = after_tangent(graph)
     refusals = Refusals({head.node: place for place, head in enumerate(heads)})
@@ -297,17 +301,20 @@ def emit_calls(
     for draft in drafts:
         used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
-        op, text = torch.ops.inductor_grpo.rows.default, program.to_text()
+        if any(sink.operand is not None for sink in program.sinks):
+            program = dataclasses.replace(program, filter_eps=settings.filter_eps)
+        op, text, codegen = torch.ops.inductor_grpo.rows.default, program.to_text(), settings.codegen
+        codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel) else ""
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
-            op, text = torch.ops.inductor_grpo.tiles.default, tile_program.to_text()
+            op, text, codegen = torch.ops.inductor_grpo.tiles.default, tile_program.to_text(), settings.codegen
         outputs = [draft.outputs[p] for p in used]
         gradients = draft.depth >= TANGENT_DEPTH or any(o.kind not in ("row", "total") for o in outputs)
         observe_body(draft.graph, [o.value for o in outputs], draft.patterns, gradients)
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
         n = builder.dim(numel(draft.rows))
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)
-        call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, settings.codegen)
+        call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, codegen)
         results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
         for taker, place, own in takers.get(id(draft), ()):
             taker.reuses.append((own, builder.getitem(call, len(used) + draft.keeps.index(place))))

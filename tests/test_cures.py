@@ -277,6 +277,21 @@ def test_both_sides_of_a_graph_break_are_named() -> None:
     assert second.location.user_function == "broken" and "resume" not in str(second)
 
 
+def branches(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    count = (y > 2).count_nonzero() or 1
+    return pick(F.linear(h, w).log_softmax(-1), y).sum() / count
+
+
+def test_a_branch_on_a_tensor_has_its_line_and_plain_words() -> None:
+    with inductor_grpo.capture(codegen="eager") as found:
+        torch.compile(branches, backend=harness.backend())(*arguments()())
+    line = inspect.getsourcelines(branches)[1] + 1
+    assert found.breaks
+    for graph_break in found.breaks:
+        assert graph_break.location is not None and graph_break.location.line == line
+        assert "branch" in graph_break.reason and "generic_jump" not in graph_break.reason
+
+
 def without_a_head(h: Tensor) -> Tensor:
     a = h.sin()
     print(end="")

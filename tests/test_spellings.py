@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,3 +94,30 @@ def test_a_wide_inner_layer_is_no_head() -> None:
         ids(B, T, high=words),
     )
     harness.check(function, args, facts=harness.Graphs(frozenset({words}), frozenset({H, 4 * H})))
+
+
+def token_loop(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A logsumexp a token, in a Python loop."""
+    sums = torch.stack([torch.logsumexp(row, -1) for row in logits])
+    return logits.gather(-1, labels[:, None]).squeeze(-1) - sums
+
+
+def token_loop_of_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """All of a token's log-probs, in a Python loop."""
+    rows = zip(logits, labels, strict=True)
+    return torch.stack([F.log_softmax(row, -1).gather(-1, label[None]).squeeze(-1) for row, label in rows])
+
+
+@pytest.mark.parametrize("log_probs", [token_loop, token_loop_of_log_probs])
+def test_a_loop_over_tokens_projects_them_together(log_probs: Any) -> None:
+    """Not a matmul of one row a token, neither forward nor backward, however many tokens there are."""
+
+    def function(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return log_probs(h @ w.T, y).exp().mean()
+
+    matmuls = []
+    for tokens in (3, 11):
+        args = (normal(tokens, H, seed=1, grad=True), normal(V, H, seed=2, scale=0.4, grad=True), ids(tokens))
+        torch._dynamo.reset()
+        matmuls.append(harness.check(function, args, facts=facts("")).matmuls)
+    assert matmuls[0] == matmuls[1] <= 5, matmuls

@@ -85,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     one = command("doctor", _doctor, "Whether the package works here: versions, device, caches, a try.")
     one.add_argument("--quick", action="store_true", help="without a compilation by Inductor")
+    from inductor_grpo.tools import bench
+
+    one = command("bench", bench.run, "Time, memory and error of losses, beside the matmuls alone and other packages.")
+    bench.add_options(one)
     return parser
 
 

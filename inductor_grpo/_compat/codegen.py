@@ -190,6 +190,18 @@ def compile_body(fn: Callable[..., Any], symbols: Sequence[tuple[str, int]], spe
     return Compiled(call, guards, names)
 
 
+def trace_body(
+    fn: Callable[..., Any], symbols: Sequence[tuple[str, int]], specs: Sequence[TensorSpec]
+) -> tuple[torch.fx.Graph, sympy.Symbol, Callable[[Sequence[int]], bool]]:
+    """The graph of ``fn``, the symbol of its row count, and whether it is right when the symbols have given values."""
+    from torch._guards import tracing
+
+    with compile_lock(), clean_state(), tracing(None):
+        graph, _, names, mode = trace(fn, symbols, specs)
+    guards = [guard.expr for guard in mode.shape_env.guards]
+    return graph.graph, names[0], Compiled(graph, guards, names).holds
+
+
 def source_of(compiled: Compiled) -> str:
     """The generated code of a compiled body, for tests and diagnosis; empty where torch does not keep it."""
     return str(getattr(compiled._call, "source_code", "") or "")

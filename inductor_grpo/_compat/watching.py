@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +19,22 @@ def graph_break(gm: object) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if not getattr(reason, "graph_break", False):
         return None
-    stack = getattr(reason, "user_stack", None) or []
-    trace = "".join(stack.format()) if hasattr(stack, "format") else ""
+    trace = "".join(traceback.format_list(list(getattr(reason, "user_stack", None) or [])))
     return trace, _first_words(str(getattr(reason, "reason", "")))
+
+
+_IN_WORDS = {
+    "generic_jump": "a Python branch on the value of a tensor",
+    "step_unsupported": "Dynamo leaves the rest of this function to Python",
+}
+"""Reasons that Dynamo gives as names of its own."""
 
 
 def _first_words(reason: str) -> str:
     """Dynamo's explanation, where the reason has one, or its first line."""
+    for name, words in _IN_WORDS.items():
+        if reason.startswith(name):
+            return words
     lines = [line.strip() for line in reason.strip().splitlines()]
     explanations = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     words = [*explanations, *lines, "unknown reason"][0].rstrip(".")

@@ -202,6 +202,7 @@ _RESULT: dict[str, Rule] = {
     "aten.trunc": _by_type("libdevice.trunc({0})", "{0}"),
     "aten.fmod": _by_type("libdevice.fmod({0}, {1})", _C_REMAINDER),
     "aten.remainder": _by_type(_REMAINDER, _INT_REMAINDER),
+    "prims.fma": "tl.fma({0}, {1}, {2})",
     "aten.bitwise_and": "{0} & {1}",
     "aten.bitwise_or": "{0} | {1}",
     "aten.bitwise_xor": "{0} ^ {1}",

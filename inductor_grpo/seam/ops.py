@@ -7,7 +7,6 @@ by operation, which is also what the kernel is tested against.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -135,11 +134,6 @@ def _operator(target: str) -> Callable[..., Any]:
 def _parameters(target: str) -> frozenset[str]:
     schema: Any = getattr(_operator(target), "_schema")  # noqa: B009
     return frozenset(a.name for a in schema.arguments)
-
-
-def literal(value: float) -> float | str:
-    """A number as JSON can hold it."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _fake(

@@ -27,7 +27,7 @@ from ..graph import (
     target_of,
     value,
 )
-from .ops import literal
+from .calls import call_of, literal
 from .program import Call, SegmentProgram
 from .sums import Ids, gathered, is_view, through_views
 
@@ -35,8 +35,6 @@ Space = Literal["token", "segment", "scalar"]
 
 _COMPARISONS = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
-_DROPPED = ("layout", "pin_memory", "memory_format", "non_blocking", "device")
-"""Arguments that say nothing about a value."""
 
 
 class Terms:
@@ -181,21 +179,16 @@ class Terms:
         spaces = dict(operands)
         wanted = self._compared_as(node)
 
-        def written(a: Any) -> Any:
-            if isinstance(a, fx.Node):
-                if isinstance(value(a), torch.SymInt):
-                    return "%" + self.ints.setdefault(a, f"n{len(self.ints)}")
-                name = self._known[a, spaces[a]]
-                if wanted is not None and value(a).dtype != wanted:
-                    convert = "prims.convert_element_type.default"
-                    name = self._add(convert, ("%" + name, str(wanted)), (), wanted)
-                return "%" + name
-            if isinstance(a, torch.dtype):
-                return str(a)
-            return literal(a) if isinstance(a, float) else a
+        def named(a: fx.Node) -> str:
+            if isinstance(value(a), torch.SymInt):
+                return "%" + self.ints.setdefault(a, f"n{len(self.ints)}")
+            name = self._known[a, spaces[a]]
+            if wanted is not None and value(a).dtype != wanted:
+                name = self._add("prims.convert_element_type.default", ("%" + name, str(wanted)), (), wanted)
+            return "%" + name
 
-        kwargs = tuple((k, written(v)) for k, v in node.kwargs.items() if k not in _DROPPED and v is not None)
-        return self._add(str(node.target), tuple(map(written, node.args)), kwargs, value(node).dtype)
+        call = call_of(node, "", named)  # which may add conversions before it
+        return self._add(call.target, call.args, call.kwargs, value(node).dtype)
 
     def _add(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> str:
         call = Call(f"v{len(self.calls)}", target, args, kwargs, str(dtype).removeprefix("torch."))

@@ -1,0 +1,110 @@
+"""The opt-in filter of gradients: tiles of dlogits that are next to nothing take no part in dX and dW.
+
+With ``grpo.filter_eps`` = e a tile of some rows and :data:`TILE` columns is left out when each of its elements is
+smaller than e times the largest magnitude in that element's own row: ``|d[r, j]| < e * max_k |d[r, k]|``.
+
+**What that costs.**  The gradient of row r's hidden state changes by less than
+``e * max_k |d[r, k]| * sum_j |W[j]|`` over the columns j that were left out, that of ``W[j]`` by less than
+``e * sum_r max_k |d[r, k]| * |x[r]|`` over the rows r for which it was.  With e = 2**-12 an element that is left out is
+smaller than an eighth of what rounding to bfloat16 does to the largest one of its row.  The gradient of a bias is not
+filtered, nor are regions that run over vocabulary tiles.  Rows without a gradient keep no tile, a nan or an infinity in
+dlogits keeps its own; what is not finite in hidden or weight spreads through the tiles that are kept alone.
+
+**What it saves.**  A trained model's probabilities are peaked: most of a vocabulary is next to nothing in all rows of a
+chunk.  The columns that are left are gathered, multiplied, and added where they belong, a block at a time so that the
+copies stay small.  Which they are is known on the device only, so each chunk waits for it once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from inductor_grpo._compat import codegen
+
+if TYPE_CHECKING:
+    from inductor_grpo.runtime import Sum
+
+TILE = 16
+"""Columns of a tile, where that divides the vocabulary; 32 bytes of bf16, which is what memory moves at least."""
+ROWS = {"cpu": 256, "cuda": 1024}
+# Columns that are gathered at a time.
+BLOCK = 16384
+# Above this share of live columns the copies cost more than the matmuls save.
+MOST_LIVE = 0.5
+
+
+class Part(NamedTuple):
+    """Rows ``start`` to ``stop`` of a gradient and their live columns, ascending; None: all columns."""
+
+    start: int
+    stop: int
+    columns: Tensor | None
+
+
+def live_parts(value: Tensor, eps: float) -> list[Part] | None:
+    """The parts of a gradient ``[n, V]``; None where nothing is to be left out."""
+    n, width = value.shape
+    if not eps or not n or not width or codegen.capturing():
+        return None
+    tile = TILE if width % TILE == 0 else 1
+    step = ROWS.get(value.device.type, ROWS["cuda"])
+    starts = range(0, n, step)
+    live = torch.stack([_live_tiles(value[start : start + step], eps, tile) for start in starts]).cpu()
+    parts = []
+    for start, flags in zip(starts, live):
+        columns = None
+        if flags.sum().item() <= MOST_LIVE * flags.numel():
+            columns = flags.repeat_interleave(tile).nonzero().squeeze(1).to(value.device)
+        parts.append(Part(start, min(start + step, n), columns))
+    return parts if any(part.columns is not None for part in parts) else None
+
+
+def _live_tiles(value: Tensor, eps: float, tile: int) -> Tensor:
+    """``[V / tile]``: whether a tile of these rows is kept."""
+    kind = torch.promote_types(torch.float32, value.dtype)
+    largest = torch.linalg.vector_norm(value, torch.inf, dim=1, keepdim=True, dtype=kind)
+    least, has_gradient = largest * eps, largest != 0
+    found = []
+    for columns in value.split(BLOCK, 1):
+        # Not smaller, rather than at least as large: true for a nan.
+        kept = (columns.abs() < least).logical_not_().logical_and_(has_gradient)
+        found.append(kept.any(0))
+    return torch.cat(found).view(-1, tile).any(1)
+
+
+def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out = value @ weight`` with the parts' columns alone."""
+    from inductor_grpo.runtime import Sum, add_product
+
+    for start, stop, columns in parts:
+        rows, result = value[start:stop], out[start:stop]
+        if columns is None:
+            result.copy_(torch.mm(rows, weight))
+            continue
+        kind = torch.promote_types(torch.float32, result.dtype)
+        total = Sum(torch.zeros(result.shape, dtype=kind, device=result.device), empty=False)
+        for some in columns.split(BLOCK):
+            add_product(total, rows.index_select(1, some), weight.index_select(0, some))
+        result.copy_(total.tensor)
+
+
+def outer(parts: list[Part], total: Sum, value: Tensor, other: Tensor, transposed: bool) -> None:
+    """Adds ``value.T @ other`` (its transpose) to a running sum with the parts' columns alone."""
+    from inductor_grpo.runtime import Sum, add_product
+
+    if total.empty:
+        total.tensor.zero_()
+        total.empty = False
+    sum_of_columns = total.tensor.t() if transposed else total.tensor
+    for start, stop, columns in parts:
+        rows, operand = value[start:stop], other[start:stop]
+        if columns is None:
+            add_product(Sum(sum_of_columns, empty=False), rows.t(), operand)
+            continue
+        for some in columns.split(BLOCK):
+            block = Sum(sum_of_columns.index_select(0, some), empty=False)
+            add_product(block, rows.index_select(1, some).t(), operand)
+            sum_of_columns.index_copy_(0, some, block.tensor)

@@ -1,0 +1,20 @@
+"""Chunk bodies as one Triton program a row.
+
+    recognise   which bodies fit, and in which passes over the row they run
+    text        the kernel of such a plan
+    statistics  what a pass keeps online, in Triton
+    launch      kernels by body and device
+    reference   the same steps in plain torch, for reading and for tests
+
+The first passes read the row and keep its reductions online; between them a program does the arithmetic of its row (the
+bridge from log-probs to gradients) on single numbers; the last pass reads the row again, most of it from the cache, and
+writes the gradient over the logits.
+"""
+
+AUTO = False
+"""What ``grpo.row_kernel="auto"`` means: off, until a GPU has shown where the kernels are faster."""
+
+
+def wanted(setting: str) -> bool:
+    """Whether chunk bodies are to run as row kernels where they fit."""
+    return setting == "on" or (setting == "auto" and AUTO)

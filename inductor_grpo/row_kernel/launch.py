@@ -1,0 +1,110 @@
+"""Row kernels of chunk bodies: made once a body and device, launched once a chunk."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import codegen
+from ..seam import launch as triton
+from . import text
+from .recognise import RowPlan, Unfit, recognise
+from .text import Inputs, Store, Tile
+
+log = logging.getLogger("inductor_grpo")
+
+# Fastest in the sketch that was measured on an H200, which had the same loops.
+TILE = Tile(4096, 8)
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels can run on tensors of ``device``: CUDA with Triton, or the CPU in Triton's interpreter."""
+    return triton.available() and (device.type == "cuda" or triton.interpreted())
+
+
+def _interpreted() -> bool:
+    return triton.available() and triton.interpreted()
+
+
+def tile_of(columns: int) -> Tile:
+    """How a row of so many columns is cut."""
+    wide = min(TILE.columns, max(16, 1 << (columns - 1).bit_length()))
+    return Tile(wide, max(1, min(TILE.warps, wide // 128)))
+
+
+class RowKernel:
+    """The kernel of one body.
+
+    ``body(n, *syms, *logits, *rows, *whole)`` gives the values, in the order of ``stores``; one that is None has memory
+    of its own in the value's dtype.  Raises Unfit where the body has no row kernel; the message is for people.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Sequence[Any]],
+        symbols: Sequence[tuple[str, int]],
+        specs: Sequence[codegen.TensorSpec],
+        counts: tuple[int, int, int, int],
+        stores: Sequence[Store | None],
+        device: torch.device,
+    ) -> None:
+        self.plan: RowPlan = recognise(body, symbols, specs, counts)
+        self.inputs = Inputs.of(specs, *counts[1:], device)
+        self.stores = tuple(
+            Store(out.meta["val"].dtype) if store is None else store for store, out in zip(stores, self.plan.outputs)
+        )
+        self.device = device
+        self.tile = tile_of(self.plan.columns)
+        self.reads = text.read(self.plan)
+        self.source = text.source(self.plan, self.inputs, self.stores, self.tile, _interpreted())
+        self._function: Any = None
+
+    def __call__(
+        self,
+        n: int,
+        syms: Sequence[int],
+        logits: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> None:
+        """Runs ``n`` rows; ``results`` are the tensors of the stores that have memory of their own."""
+        given: dict[str, Sequence[Any]] = {"logits": logits, "rows": rows, "whole": whole, "syms": syms}
+        arguments = [given[leaf.kind][leaf.place] for leaf in self.reads]
+        for k, leaf in enumerate(self.reads):
+            if leaf.kind == "whole" and self.inputs.host[leaf.place]:
+                arguments[k] = arguments[k].item()
+        arguments += results
+        if self.device.type != "cuda":
+            self.function[(n, 1, 1)](*arguments)
+            return
+        with torch.cuda.device(self.device):
+            self.function[(n, 1, 1)](
+                *arguments,
+                num_warps=self.tile.warps,
+                debug=True,  # device assertions, as in Inductor's kernels
+                sanitize_overflow=False,
+                enable_fp_fusion=False,  # products are rounded before they are added, as in eager
+            )
+
+    @property
+    def function(self) -> Any:
+        """The Triton function."""
+        if self._function is None:
+            name = f"<inductor_grpo rows {hashlib.sha256(self.source.encode()).hexdigest()[:16]}>"
+            log.debug("%s\n%s", name, self.source)
+            # Triton reads the source through inspect, which finds it in linecache: no file to share or to clean.
+            linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
+            names: dict[str, Any] = {"__name__": __name__}
+            exec(compile(self.source, name, "exec", dont_inherit=True), names)
+            self._function = names["rows_of"]
+        return self._function
+
+
+__all__ = ["RowKernel", "Store", "Unfit", "available"]

@@ -1,0 +1,343 @@
+"""The text of the kernel ``rows_of`` of a plan: one program a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.fx as fx
+
+from .._compat import codegen
+from ..graph import aten, prims
+from ..seam.calls import call_of
+from ..seam.expressions import Unsupported, Value, cast, expression, held, result
+from ..seam.kernel_terms import POINTED, host_type, indent
+from ..seam.program import Call, accumulator
+from .recognise import VIEWS, Leaf, Reduction, RowPlan, Unfit, through_views
+
+_HALF = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+_NEUTRAL = {"max": 'float("-inf")', "min": 'float("inf")', "sum": "0", "mean": "0"}
+
+
+class Tile(NamedTuple):
+    """How a row is cut: columns read at a time (a power of two) and the warps of a program."""
+
+    columns: int
+    warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """Where an output goes: ``buffer`` is the logits (by place) that a wide one is written over, None a tensor of its
+    own; ``dtype`` is that of the memory."""
+
+    dtype: torch.dtype
+    buffer: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Dtypes of the inputs by kind, the last stride of each whole tensor, and which of those are numbers on the
+    host."""
+
+    logits: tuple[torch.dtype, ...]
+    rows: tuple[torch.dtype, ...]
+    whole: tuple[torch.dtype, ...]
+    strides: tuple[int, ...]
+    host: tuple[bool, ...]
+
+    @staticmethod
+    def of(specs: Sequence[codegen.TensorSpec], logits: int, rows: int, whole: int, device: torch.device) -> Inputs:
+        """From the specs of logits, rows and whole tensors, in this order."""
+        dtypes = [spec.dtype for spec in specs]
+        last = specs[logits + rows : logits + rows + whole]
+        return Inputs(
+            tuple(dtypes[:logits]),
+            tuple(dtypes[logits : logits + rows]),
+            tuple(spec.dtype for spec in last),
+            tuple(spec.stride[-1] if spec.stride else 1 for spec in last),
+            tuple(spec.device != device for spec in last),
+        )
+
+
+def source(plan: RowPlan, inputs: Inputs, stores: Sequence[Store], tile: Tile, interpreted: bool) -> str:
+    """The module text of the kernel.  Its arguments: logits, rows, whole and integers that the plan reads, each in
+    order, then the stores with memory of their own.  Raises Unfit."""
+    try:
+        return _Writer(plan, inputs, stores, tile, interpreted).text()
+    except Unsupported as error:
+        raise Unfit(str(error)) from None
+
+
+def read(plan: RowPlan) -> list[Leaf]:
+    """The inputs that the kernel takes, in the order in which it does."""
+    order = ("logits", "rows", "whole", "syms")
+    return sorted(plan.leaves.values(), key=lambda leaf: (order.index(leaf.kind), leaf.place))
+
+
+class _Writer:
+    def __init__(self, plan: RowPlan, inputs: Inputs, stores: Sequence[Store], tile: Tile, interpreted: bool) -> None:
+        self.plan, self.inputs, self.stores, self.tile, self.interpreted = plan, inputs, stores, tile, interpreted
+        self.names = {node: f"v{i}" for i, node in enumerate(plan.nodes)}
+        self.values: dict[str, Value] = {}
+        """Row values by "%name", as far as they are written."""
+        self.lines: list[str] = []
+        self.labels: dict[fx.Node, str] = {}
+        self.rereads = len(plan.passes) + any(out in plan.wide for out in plan.outputs)
+
+    # The kernel
+
+    def text(self) -> str:
+        plan = self.plan
+        math = "inductor_grpo.seam import kernel_math as libdevice"
+        if not self.interpreted:
+            math = "triton.language.extra import libdevice"
+        body = self._body()
+        parameters = self._parameters()
+        names = [p.partition(":")[0] for p in parameters]
+        small = [n for n, p in zip(names, parameters) if p.startswith(("R", "W", "OUT")) and not self._is_vector(n)]
+        plain = [n for n in names if n[0].islower()]
+        return "\n".join(
+            [
+                "import triton",
+                "import triton.language as tl",
+                "from inductor_grpo.row_kernel import statistics",
+                f"from {math}",
+                "",
+                "",
+                f"@triton.jit(do_not_specialize={plain!r}, do_not_specialize_on_alignment={small!r})",
+                f"def rows_of({', '.join(parameters)}):",
+                f"    # {len(plan.passes)} passes that reduce {plan.columns} columns",
+                *indent(body),
+                "",
+            ]
+        )
+
+    def _parameters(self) -> list[str]:
+        found = []
+        for leaf in read(self.plan):
+            if leaf.kind == "syms":
+                found.append(f"n{leaf.place}: 'i64'")
+            elif leaf.kind == "whole" and self.inputs.host[leaf.place]:
+                found.append(f"w{leaf.place}: '{host_type(self.inputs.whole[leaf.place])}'")
+            else:
+                found.append(f"{_pointer(leaf)}: '*{_pointed(getattr(self.inputs, leaf.kind)[leaf.place])}'")
+        stores = enumerate(self.stores)
+        return found + [f"OUT{i}: '*{_pointed(store.dtype)}'" for i, store in stores if store.buffer is None]
+
+    def _is_vector(self, pointer: str) -> bool:
+        if pointer.startswith("OUT"):
+            return self.plan.outputs[int(pointer[3:])] in self.plan.wide
+        return any(_pointer(leaf) == pointer and node in self.plan.wide for node, leaf in self.plan.leaves.items())
+
+    def _body(self) -> list[str]:
+        plan = self.plan
+        self.lines = [
+            "row = tl.program_id(0).to(tl.int64)",
+            f"before = row * {plan.columns}  # elements of the rows before this one",
+            f"lane = tl.arange(0, {self.tile.columns})",
+        ]
+        for level, reductions in enumerate(plan.passes):
+            self._row_values(level)
+            self._pass(level, reductions)
+        self._row_values(len(plan.passes))
+        self._store_rows()
+        self._store_wide()
+        return self.lines
+
+    # Row values
+
+    def _row_values(self, level: int) -> None:
+        """The numbers that can be computed once ``level`` passes are over."""
+        reduced = self.plan.reduced()
+        for node in self.plan.nodes:
+            if node in self.plan.wide or self.plan.need[node] != level or node in reduced:
+                continue
+            if node.target is aten.gather.default:
+                self._gather(node)
+            else:
+                self._write(node, self.values, "", "")
+
+    def _write(self, node: fx.Node, values: dict[str, Value], prefix: str, at: str, mask: str = "") -> None:
+        """One node as a line, or as another name of what it shows; ``at`` is the column or columns of a wide one."""
+        name = prefix + self.names[node]
+        leaf = self.plan.leaves.get(node)
+        if leaf is not None:
+            values["%" + self.names[node]] = self._leaf(node, leaf, name, at, mask)
+            return
+        target = node.target
+        if target in VIEWS:
+            shown = values["%" + self.names[node.args[0]]]  # type: ignore[index]
+            value = dataclasses.replace(shown, per_token=node.meta["val"].dim() > 0)
+        elif target is prims.iota.default:
+            start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+            number = f"{at}.to(tl.int64)" + (f" * {step} + {start}" if (start, step) != (0, 1) else "")
+            value = Value(f"({number})", torch.int64, True)
+        elif (text := self._is_label(node, at)) is not None:
+            self.lines.append(f"{name} = {text}")
+            value = Value(name, torch.bool, True)
+        else:
+            call = self._call(node, name)
+            self.lines.append(f"{name} = {expression(call, values)}")
+            value = dataclasses.replace(result(call, values), per_token=node.meta["val"].dim() > 0)
+        values["%" + self.names[node]] = value
+
+    def _call(self, node: fx.Node, name: str) -> Call:
+        return call_of(node, name, lambda a: "%" + self.names[a])
+
+    def _leaf(self, node: fx.Node, leaf: Leaf, name: str, at: str, mask: str) -> Value:
+        if leaf.kind == "syms":
+            return Value(f"n{leaf.place}.to(tl.int64)", torch.int64, False, wrapped=True)
+        dtype = getattr(self.inputs, leaf.kind)[leaf.place]
+        wide = node in self.plan.wide
+        pointer = _pointer(leaf)
+        if leaf.kind == "whole" and self.inputs.host[leaf.place]:
+            text = f"w{leaf.place}"
+        elif leaf.kind == "whole":
+            text = (
+                f"tl.load({pointer} + ({at}) * {self.inputs.strides[leaf.place]}{mask})"
+                if wide
+                else f"tl.load({pointer})"
+            )
+        else:
+            text = f"tl.load({pointer} + before + {at}{mask})" if wide else f"tl.load({pointer} + row)"
+        kind = held(dtype)
+        self.lines.append(f"{name} = ({text} != 0)" if kind == "tl.int1" else f"{name} = ({text}).to({kind})")
+        return Value(name, dtype, node.meta["val"].dim() > 0)
+
+    def _is_label(self, node: fx.Node, at: str) -> str | None:
+        """``column == label``, compared in 32 bits: a label that is no column becomes -1."""
+        if node.target is not aten.eq.Tensor:
+            return None
+        sides = [through_views(a) for a in node.args]
+        for counter, label in (sides, sides[::-1]):
+            counts = isinstance(counter, fx.Node) and counter.target is prims.iota.default
+            if not counts or counter.kwargs.get("start", 0) != 0 or counter.kwargs.get("step", 1) != 1:
+                continue
+            if not isinstance(label, fx.Node) or label in self.plan.wide or label.meta["val"].dtype != torch.int64:
+                continue
+            return f"{at} == {self._label(label)}"
+        return None
+
+    def _label(self, label: fx.Node) -> str:
+        text = self.values["%" + self.names[label]].text
+        return f"tl.where(({text} >= 0) & ({text} < {self.plan.columns}), {text}, -1).to(tl.int32)"
+
+    def _gather(self, node: fx.Node) -> None:
+        """One element of a wide value: the same maths at one column."""
+        source, index = node.args[0], node.args[2]
+        assert isinstance(source, fx.Node) and isinstance(index, fx.Node)
+        name, at = self.names[node], f"at_{self.names[node]}"
+        label = self.values["%" + self.names[index]]
+        columns = self.plan.columns
+        inside = f"({label.text} >= 0) & ({label.text} < {columns})"
+        self.lines += [
+            f'tl.device_assert({inside}, "index out of bounds: a label is not in [0, {columns})")',
+            f"{at} = tl.where({inside}, {label.text}, 0)  # memory stays safe where assertions are off",
+        ]
+        values = dict(self.values)
+        for wide in self.plan.wide_before([source]):
+            self._write(wide, values, f"{name}_", at)
+        self.values["%" + name] = dataclasses.replace(values["%" + self.names[source]], per_token=True)
+
+    # Passes
+
+    def _loop(self, number: int, targets: Sequence[fx.Node]) -> tuple[list[str], dict[str, Value]]:
+        """The start of a pass: the wide values of one tile."""
+        outer, self.lines = self.lines, []
+        policy = "evict_last" if number + 1 < self.rereads else "evict_first"
+        self.lines += ["at = start + lane", f"live = at < {self.plan.columns}"]
+        values = dict(self.values)
+        for node in self.plan.wide_before(targets):
+            leaf = self.plan.leaves.get(node)
+            hint = f", eviction_policy='{policy}'" if leaf is not None and leaf.kind != "whole" else ""
+            self._write(node, values, f"p{number}_", "at", f", mask=live, other=0{hint}")
+        inner, self.lines = self.lines, outer
+        return inner, values
+
+    def _pass(self, number: int, reductions: Sequence[Reduction]) -> None:
+        body, values = self._loop(number, [r.source for r in reductions])
+        after: list[str] = []
+        for r in reductions:
+            name, kind, columns = self.names[r.node], self._accumulator(r), self.tile.columns
+            neutral = _NEUTRAL[r.kind]
+            x = cast(values["%" + self.names[r.source]], self._summed(r))
+            kept = f"{r.kind}_{name}"
+            self.lines.append(f"{kept} = tl.full([{columns}], {neutral}, {kind})")
+            body.append(f"x_{name} = tl.where(live, ({x}).to({kind}), {neutral})")
+            if r.kind in ("sum", "mean"):
+                body.append(f"{kept} += x_{name}")
+                after.append(f"{name} = tl.sum({kept}, 0){f' / {self.plan.columns}' if r.kind == 'mean' else ''}")
+            else:
+                step, end = ("larger", "largest") if r.kind == "max" else ("smaller", "smallest")
+                if r.sums:
+                    self.lines.append(f"exp_{name} = tl.full([{columns}], 0, {kind})")
+                    body.append(f"exp_{name} = statistics.joined({kept}, exp_{name}, x_{name})")
+                body.append(f"{kept} = statistics.{step}({kept}, x_{name})")
+                after.append(f"{name} = statistics.{end}({kept})")
+            after += [
+                f"{self.names[node]} = statistics.{'finite_total' if safe else 'total'}({kept}, exp_{name}, {name})"
+                for node, safe in r.sums
+            ]
+            for node in (r.node, *(node for node, _ in r.sums)):
+                dtype = node.meta["val"].dtype
+                if dtype in _HALF:
+                    after.append(f"{self.names[node]} = {self.names[node]}.to({_HALF[dtype]}).to(tl.float32)")
+                self.values["%" + self.names[node]] = Value(self.names[node], dtype, True)
+        self.lines += [f"for start in range(0, {self.plan.columns}, {self.tile.columns}):", *indent(body), *after]
+
+    @staticmethod
+    def _summed(r: Reduction) -> torch.dtype:
+        """The dtype in which a source is added up or compared."""
+        given, found = r.source.meta["val"].dtype, r.node.meta["val"].dtype
+        return given if r.kind in ("max", "min") or given == found else accumulator(found)
+
+    def _accumulator(self, r: Reduction) -> str:
+        return held(accumulator(r.node.meta["val"].dtype))
+
+    # Outputs
+
+    def _store_rows(self) -> None:
+        for i, out in enumerate(self.plan.outputs):
+            if out not in self.plan.wide and self.stores[i].buffer is None and not self._fills(i):
+                self.lines.append(f"tl.store(OUT{i} + row, {self._stored(out, i, self.values)})")
+
+    def _fills(self, i: int) -> bool:
+        """Whether an output has a vocabulary of columns."""
+        sizes = self.plan.outputs[i].meta["val"].shape
+        return self.stores[i].buffer is not None or (len(sizes) > 0 and sizes[-1] == self.plan.columns > 1)
+
+    def _store_wide(self) -> None:
+        outputs = [i for i, out in enumerate(self.plan.outputs) if out in self.plan.wide or self._fills(i)]
+        if not outputs:
+            return
+        if any(node.target is aten.gather.default for node in self.plan.nodes):
+            self.lines.append("tl.debug_barrier()  # no warp may write over an element that another has yet to pick")
+        body, values = self._loop(len(self.plan.passes), [self.plan.outputs[i] for i in outputs])
+        for i in outputs:
+            buffer = self.stores[i].buffer
+            pointer = f"OUT{i}" if buffer is None else f"Z{buffer}"
+            value = self._stored(self.plan.outputs[i], i, values)
+            body.append(f"tl.store({pointer} + before + at, {value}, mask=live)")
+        self.lines += [f"for start in range(0, {self.plan.columns}, {self.tile.columns}):", *indent(body)]
+
+    def _stored(self, out: fx.Node, i: int, values: dict[str, Value]) -> str:
+        value, dtype = values["%" + self.names[out]], self.stores[i].dtype
+        kind = _HALF.get(dtype, held(dtype))
+        text = cast(value, value.dtype)
+        return f"({text}).to({'tl.int8' if dtype == torch.bool else kind})"
+
+
+def _pointer(leaf: Leaf) -> str:
+    return {"logits": "Z", "rows": "R", "whole": "W", "syms": "n"}[leaf.kind] + str(leaf.place)
+
+
+def _pointed(dtype: torch.dtype) -> str:
+    if dtype not in POINTED:
+        raise Unfit(f"a tensor of {dtype}")
+    return POINTED[dtype]
+
+
+__all__ = ["Inputs", "Store", "Tile", "read", "source"]
