@@ -320,7 +320,13 @@ class _Row:
         if numbers:
             terms = self._terms(node_arg(x, 0)) if isinstance(left, fx.Node) else None
             return terms and [self._of_wide(t, x, lambda w: self.b.call(x.target, w, right)) for t in terms]
-        ours, theirs = self._operand(left, x), self._operand(right, x)
+        return self._products(self._operand(left, x), self._operand(right, x), x)
+
+    def _square(self, x: fx.Node) -> list[_Term] | None:
+        terms = self._terms(node_arg(x, 0)) if x.args[1] == 2 else None
+        return self._products(terms, terms, x)
+
+    def _products(self, ours: list[_Term] | None, theirs: list[_Term] | None, x: fx.Node) -> list[_Term] | None:
         if ours is None or theirs is None:
             return None
         found = []
@@ -381,6 +387,7 @@ _TERMS: dict[Any, Callable[[_Row, fx.Node], list[_Term] | None]] = {
     aten.sub.Tensor: _Row._add,
     aten.mul.Tensor: _Row._mul,
     aten.mul.Scalar: _Row._mul,
+    aten.pow.Tensor_Scalar: _Row._square,
     aten.div.Tensor: _Row._div,
     aten.div.Scalar: _Row._div,
     aten.exp.default: _Row._exp,

@@ -69,6 +69,16 @@ def entropy(hidden, weight, labels, part):
     return funcol.all_reduce(picked, "sum", part.group), each
 
 
+def unusual(hidden, weight, labels, part):
+    """Forms that do not fall apart: a log of the softmax, a maximum of it."""
+    z = (hidden @ weight.t()).float()
+    most = funcol.all_reduce(z.detach().amax(-1, keepdim=True), "max", part.group)
+    exponentials = (z - most).exp()
+    softmax = exponentials / funcol.all_reduce(exponentials.sum(-1, keepdim=True), "sum", part.group)
+    each = funcol.all_reduce(-(softmax * (softmax + 1e-9).log()).sum(-1), "sum", part.group)
+    return each, funcol.all_reduce(softmax.detach().amax(-1), "max", part.group)
+
+
 def padded(hidden, weight, labels, allowed, part):
     """Columns that may not be sampled, of some rows all that this rank has."""
     z = (hidden @ weight.t()).float().masked_fill(~allowed, -torch.inf)
@@ -255,15 +265,20 @@ class Case:
     """Rewrites of sums per segment."""
     frozen: bool = False
     """Only hidden is trained."""
+    extreme: bool = False
+    """Rows of hidden that are large, not finite, or zero, and a rank whose logits are far below the others'."""
 
 
 CASES: dict[str, Case] = {
     "functional": Case(functional),
     "functional, no gradient": Case(functional, matmuls=1, backward=False),
     "functional, uneven": Case(functional, uneven=True),
+    "functional, extreme": Case(functional, extreme=True),
+    "megatron, extreme": Case(megatron, extreme=True),
     "batch": Case(batch, ("hidden", "weight", "bias", "labels"), shape=(3, 8), dtype=torch.bfloat16),
     "frozen head": Case(functional, matmuls=3, frozen=True),
     "entropy": Case(entropy),
+    "unusual": Case(unusual, matmuls=6),
     "padded": Case(padded, ("hidden", "weight", "labels", "allowed")),
     "in chunks": Case(in_chunks),
     "grpo": Case(grpo, ("hidden", "weight", "frozen", "labels", "advantages"), matmuls=5),

@@ -47,6 +47,11 @@ def arguments(case: Case, rank: int) -> list[Any]:
     for name in case.takes:
         x = given[name]
         wants = x.requires_grad and case.backward and not (case.frozen and name != "hidden")
+        if case.extreme and name == "hidden":
+            scales = [1.0, 100.0, 1e4, 0.0, torch.inf, -torch.inf, torch.nan, 1e30]
+            x = x.detach() * torch.tensor(scales).repeat(parallel_cases.N // len(scales)).unsqueeze(-1)
+        if case.extreme and name == "weight":
+            x = x.detach() * 10.0 ** (rank - 1)
         if name == "hidden":
             x = x.reshape(*case.shape, -1)
         if name in ("labels", "advantages"):
