@@ -48,7 +48,7 @@ def _outcome(r: Result) -> Iterable[str]:
 def _notes(r: Result) -> Iterable[str]:
     yield from (f"left       {text}" for text in r.left)
     yield from (f"break      {text}" for text in dict.fromkeys(r.breaks))
-    if r.cure:
+    if r.cure and _needs_one(r):
         yield f"write      {r.cure}"
 
 
@@ -92,8 +92,12 @@ def _remarks(r: Result) -> Iterable[str]:
     places = list(dict.fromkeys(r.breaks))
     if places:
         yield "graph breaks: " + "; ".join(f"`{place.split(' (')[0]}`" for place in places)
-    if r.cure:
+    if r.cure and _needs_one(r):
         yield r.cure
+
+
+def _needs_one(r: Result) -> bool:
+    return bool(r.error or r.left or r.breaks)
 
 
 def _short(function: str) -> str:
