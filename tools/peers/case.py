@@ -53,18 +53,19 @@ _CASES: dict[str, Case] = {}
 
 
 def cases_of(
-    package: str, version: str, needs: str | None = None
+    package: str, version: str, needs: str | None = None, cuts: str = ""
 ) -> Callable[..., Callable[[Callable[[], Made]], Any]]:
     """A decorator for the cases of one package: ``@case("module.function", "[B, T, V]", cure="...")``.
 
-    The case is called after the decorated function, which is its ``make``.
+    The case is called after the decorated function, which is its ``make``.  ``cuts`` is what to write where the package
+    cuts the graph, for cases without a ``cure`` of their own.
     """
 
     def case(function: str, how: str, cure: str = "", name: str = "") -> Callable[[Callable[[], Made]], Any]:
         def register(make: Callable[[], Made]) -> Callable[[], Made]:
             key = f"{package}-{version}/{name or make.__name__}"
             assert key not in _CASES, key
-            _CASES[key] = Case(key, package, version, needs or package, function, how, make, cure)
+            _CASES[key] = Case(key, package, version, needs or package, function, how, make, cure or cuts)
             return make
 
         return register

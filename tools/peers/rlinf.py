@@ -10,7 +10,12 @@ from torch import Tensor
 from inductor_grpo.tools.peers.case import Made, cases_of
 from inductor_grpo.tools.peers.inputs import padded
 
-case = cases_of("rlinf", "0.3.0")
+CUTS = (
+    "the losses branch on counts of the mask, behind the log-probs: nothing needs to be written as long as all that "
+    "reads the logits comes first"
+)
+
+case = cases_of("rlinf", "0.3.0", cuts=CUTS)
 
 LOGPROBS = "rlinf.utils.utils.compute_logprobs_from_logits"
 ENTROPY = "rlinf.utils.utils.compute_entropy_from_logits"

@@ -48,7 +48,7 @@ def _outcome(r: Result) -> Iterable[str]:
 def _notes(r: Result) -> Iterable[str]:
     yield from (f"left       {text}" for text in r.left)
     yield from (f"break      {text}" for text in dict.fromkeys(r.breaks))
-    if r.cure:
+    if r.cure and _needs_one(r):
         yield f"write      {r.cure}"
 
 
@@ -71,17 +71,16 @@ def as_markdown(results: list[Result]) -> str:
         parts.append("|---|---|---|---|---|---|---|")
         notes: list[str] = []
         for r in own:
-            mark = ""
-            found = list(_remarks(r))
-            if found:
-                notes.append(f"{len(notes) + 1}. " + "; ".join(found))
-                mark = f" ({len(notes)})"
+            note, mark = "; ".join(_remarks(r)), ""
+            if note:
+                notes += [note] if note not in notes else []
+                mark = f" ({notes.index(note) + 1})"
             head = "error" if r.error else "; ".join(r.regions) or "left alone"
             errors = "" if r.error else f"{r.ours:.1e} / {r.eager:.1e}"
             equal = "" if r.error else "yes" if r.equal else "**no**"
             cells = (f"`{_short(r.function)}`", r.how, head + mark, str(r.matmuls), "; ".join(r.seams), errors, equal)
             parts.append(f"| {' | '.join(c.replace('|', '/') for c in cells)} |")
-        parts += ["", *notes, ""] if notes else [""]
+        parts += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""] if notes else [""]
     return "\n".join([*parts, summary(results)])
 
 
@@ -89,11 +88,15 @@ def _remarks(r: Result) -> Iterable[str]:
     if r.error:
         yield r.error + (f"; stock `torch.compile` fails as well ({r.stock})" if r.stock else "")
     yield from (text.replace("|", "/") for text in r.left)
-    places = list(dict.fromkeys(r.breaks))
+    places = list(dict.fromkeys(text.split(": ")[0].split(" (")[0] for text in r.breaks))
     if places:
-        yield "graph breaks: " + "; ".join(f"`{place.split(' (')[0]}`" for place in places)
-    if r.cure:
+        yield "graph breaks at " + ", ".join(f"`{place}`" for place in places)
+    if r.cure and _needs_one(r):
         yield r.cure
+
+
+def _needs_one(r: Result) -> bool:
+    return bool(r.error or r.left or r.breaks)
 
 
 def _short(function: str) -> str:

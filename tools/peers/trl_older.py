@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from inductor_grpo.tools.peers.case import Made, cases_of
-from inductor_grpo.tools.peers.trl import PROFILED, grpo_loss
+from inductor_grpo.tools.peers.trl import METRICS, PROFILED, grpo_loss
 
-newer = cases_of("trl", "1.9.2")
-older = cases_of("trl", "0.17.0")
+newer = cases_of("trl", "1.9.2", cuts=METRICS)
+older = cases_of("trl", "0.17.0", cuts=METRICS)
 
 NEWER = "trl.GRPOTrainer._compute_loss, _get_per_token_logps_and_entropies"
 OLDER = "trl.GRPOTrainer._compute_loss, _get_per_token_logps"

@@ -88,6 +88,7 @@ def loss_gspo_one_graph() -> Made:
 @case(
     f"{F}.logprobs_from_logits, core_algos.get_policy_loss_fn('clip_cov')",
     "[B, T, V], a tensor of temperatures [B], token-mean, the loss under torch.compiler.disable",
+    "the cut is the one that was asked for",
 )
 def loss_clip_cov_in_python() -> Made:
     return _loss("clip_cov", eager=True)
