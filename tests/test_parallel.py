@@ -131,7 +131,6 @@ def refused(rank: int) -> list[str]:
 
 JOBS: dict[str, Callable[[int], list[str]]] = {
     **{name: functools.partial(check, case) for name, case in CASES.items()},
-    "mixed: in chunks": functools.partial(mixed, "in chunks"),
     "mixed: verl": functools.partial(mixed, "verl"),
     "refused": refused,
     "fsdp": lambda rank: parallel_modules.check(parallel_modules.fsdp, rank, parallel_modules.V),

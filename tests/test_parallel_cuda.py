@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not dist.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-NAMES = [*CASES, "mixed: in chunks", "mixed: verl", "generated code"]
+NAMES = [*CASES, "mixed: verl", "generated code"]
 
 
 @pytest.fixture(scope="module")
