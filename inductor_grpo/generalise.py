@@ -107,13 +107,17 @@ def check_floats(frame: Frame, decisions: tuple[int, frozenset[str]]) -> None:
         retrace.restart(frame, _step(dataclasses.replace(phase, marks=marks, watched=watched)))
 
 
+_DEPENDS_ON_SIZES = ("NO_ROW_RULE", "LAYOUT", "INTERNAL", "TOO_SMALL", "UNPROFITABLE")
+
+
 def check_report(frame: Frame | None, report: Report, cut_up: bool) -> None:
     """Called by the pass with what it did: a head that only sizes without a value keep from being streamed, or a loop
-    over pieces (``cut_up``) that they keep from being seen as one, is more important than one compilation."""
+    over pieces (``cut_up``) that they keep from being seen as one, is more important than one compilation.  And whether
+    a head is worth streaming can only be a condition of the compilation where sizes have values."""
     phase: Phase | None = frame.state if frame is not None else None
     if frame is None or phase is None or phase.name == "as stock":
         return
-    kept = [r for r in report.rejections if r.code in ("NO_ROW_RULE", "LAYOUT", "INTERNAL")]
+    kept = [r for r in report.rejections if r.code in _DEPENDS_ON_SIZES]
     if kept or cut_up:
         log.debug("%s symbols leave a head alone (%s)", phase, kept[0].code if kept else "in pieces")
         stock = Phase("as stock", phase.end, Marks(forgotten=phase.marks.floats, codes=phase.marks.codes))

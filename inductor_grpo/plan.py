@@ -6,6 +6,7 @@ import torch
 import torch.fx as fx
 
 from . import keep, runtime
+from ._compat import fxgraph
 from .components import Component
 from .config import Settings
 from .depth import TANGENT_DEPTH
@@ -27,6 +28,8 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         message = f"grpo.max_rewrites allows {settings.max_rewrites} rewrites in one graph"
         return Rejection("DISABLED", message, component.location, size)
     if size < limit:
+        for head in component.heads:
+            fxgraph.hold_below(value(head.node), limit)
         message = (
             f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower that setting (0 rewrites"
             " every head)"
@@ -107,6 +110,9 @@ def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], se
     if rewrite.matmuls > MOST_MATMULS * usual:
         message = f"streaming takes {rewrite.matmuls} matmuls for {usual}; compute the logits of all rows in one matmul"
     elif rewrite.bytes_saved <= 0:
+        for logits in (value(head.node) for head in component.heads):
+            chunk = settings.chunk_bytes or runtime.default_chunk_bytes(logits.device.type)
+            fxgraph.hold_below(logits, max(chunk, component.logits_bytes + 1))
         message = "one chunk would hold all of the logits; set a smaller grpo.chunk_bytes"
     else:
         return None

@@ -267,6 +267,23 @@ def test_small_logits_and_the_option_that_is_named() -> None:
     assert explained(unbroken, arguments()()).rewrites
 
 
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_small_logits_are_left_alone_while_they_are_small(dynamic: bool | None) -> None:
+    """Sizes above the limit compile anew, once for all of them, and are rewritten; small ones have theirs again."""
+    options = {"grpo.codegen": "eager", "grpo.min_logits_bytes": 4 * 100 * V, "grpo.chunk_bytes": 4 * 20 * V}
+    with inductor_grpo.capture() as captured:
+        compiled = torch.compile(fresh_copy(unbroken), backend=harness.backend(), options=options, dynamic=dynamic)
+        found = []
+        for tokens in (10, 20, 30, 200, 300, 11, 400, 21):
+            before = len(captured.graphs)
+            compiled(normal(tokens, H, seed=1), normal(V, H, seed=2), ids(tokens, high=V))
+            found.append([len(g.report.rewrites) for g in captured.graphs[before:]])
+    again = dynamic is False
+    assert [found[3], found[4], found[6]] == [[1], [1] if again else [], [1] if again else []]
+    assert [count for place in (0, 1, 2) for count in found[place]] in ([0], [0, 0], [0, 0, 0])
+    assert [found[5], found[7]] == [[0] if again else []] * 2
+
+
 def test_both_sides_of_a_graph_break_are_named() -> None:
     first, second = explained(broken, arguments()()).rejections
     line = marked(broken) + 1

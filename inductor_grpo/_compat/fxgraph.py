@@ -38,6 +38,16 @@ def remember_sizes(env: Any, values: dict[sympy.Symbol, int]) -> None:
 _SEEN = "_inductor_grpo_sizes_seen"
 
 
+def hold_below(tensor: torch.Tensor, limit: int) -> None:
+    """Makes it a condition of the compilation that ``tensor`` has fewer than ``limit`` bytes, so that a call with a
+    larger one compiles anew.  Without effect for sizes that are numbers, and for sizes that have no value."""
+    size: Any = tensor.itemsize
+    for dim in tensor.shape:
+        size = size * dim
+    if isinstance(size, torch.SymInt) and size.node.has_hint():
+        bool(size < limit)
+
+
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the graph's values belong to."""
     values = [
