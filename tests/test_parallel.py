@@ -1,18 +1,17 @@
 """Heads that are split over ranks: streamed, right by the accuracy rule, and with eager's collectives in eager's order.
 
-All cases run in one group of two processes, since a process takes longer to start than a case to run.
+All cases run in one group of two processes.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Empty
 from typing import Any
 
@@ -132,7 +131,6 @@ def refused(rank: int) -> list[str]:
 
 JOBS: dict[str, Callable[[int], list[str]]] = {
     **{name: functools.partial(check, case) for name, case in CASES.items()},
-    "mixed: in chunks": functools.partial(mixed, "in chunks"),
     "mixed: verl": functools.partial(mixed, "verl"),
     "refused": refused,
     "fsdp": lambda rank: parallel_modules.check(parallel_modules.fsdp, rank, parallel_modules.V),
@@ -143,13 +141,13 @@ JOBS: dict[str, Callable[[int], list[str]]] = {
 }
 
 
-def worker(rank: int, world: int, backend: str, port: int, names: list[str], results: Any) -> None:
+def worker(rank: int, world: int, backend: str, port: int, asked: Any, results: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, rank=rank, world_size=world)
-    for name in names:
+    for name in iter(asked.get, None):
         try:
             found = JOBS[name](rank)
         except Exception:
@@ -163,45 +161,54 @@ def worker(rank: int, world: int, backend: str, port: int, names: list[str], res
 # ---------------------------------------------------------------- outside
 
 
-def run_jobs(names: list[str], world: int, backend: str) -> dict[str, list[str]]:
-    """What is wrong with each job, on all ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    processes = [context.Process(target=worker, args=(r, world, backend, port, names, queue)) for r in range(world)]
-    for process in processes:
-        process.start()
-    found: dict[str, list[str]] = collections.defaultdict(list)
-    seen = collections.Counter[str]()
-    try:
-        while sum(seen.values()) < world * len(names):
-            name, problems = queue.get(timeout=200)
-            seen[name] += 1
-            found[name] += problems
-    except Empty:
-        for name in names:
-            found[name] += ["no answer"] * (seen[name] < world)
-    for process in processes:
-        process.join(20)
-        if process.is_alive():
-            process.terminate()
-    return found
+class Jobs:
+    """Runs jobs in ``world`` processes, which stay: a process takes longer to start than a job to run."""
 
+    def __init__(self, world: int, backend: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self._asked, self._answers = [context.Queue() for _ in range(world)], context.Queue()
+        self._processes = [
+            context.Process(target=worker, args=(rank, world, backend, port, asked, self._answers))
+            for rank, asked in enumerate(self._asked)
+        ]
+        for process in self._processes:
+            process.start()
 
-def selected(request: pytest.FixtureRequest) -> list[str]:
-    """The jobs that the tests of this file were asked for."""
-    mine = [item for item in request.session.items if item.path == request.node.path]
-    return [item.callspec.params["job"] for item in mine if hasattr(item, "callspec")]
+    def problems(self, name: str) -> list[str]:
+        """What is wrong with a job, on all ranks."""
+        found: list[str] = []
+        for asked in self._asked:
+            asked.put(name)
+        for _ in self._asked:
+            try:
+                job, problems = self._answers.get(timeout=240)
+            except Empty:
+                return [*found, "a rank does not answer"]
+            found += problems if job == name else [f"{job} was answered late"]
+        return found
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for asked in self._asked:
+            asked.put(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.terminate()
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """What is wrong with each job that was selected."""
-    return run_jobs(selected(request), 2, "gloo")
+def jobs() -> Iterator[Jobs]:
+    """Two processes."""
+    running = Jobs(2, "gloo")
+    yield running
+    running.close()
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_job(job: str, results: dict[str, list[str]]) -> None:
-    assert not results[job], "\n".join(results[job])
+def test_job(job: str, jobs: Jobs) -> None:
+    problems = jobs.problems(job)
+    assert not problems, "\n".join(problems)
