@@ -3,12 +3,13 @@
 With ``grpo.filter_eps`` = e a column of :data:`ROWS` rows is left out when each of its elements is smaller than e times
 the largest magnitude in that element's own row: ``|d[r, j]| < e * max_k |d[r, k]|``.
 
-**What that costs.**  The gradient of row r's hidden state changes by less than
-``e * max_k |d[r, k]| * sum_j |W[j]|`` over the columns j that were left out, that of ``W[j]`` by less than
-``e * sum_r max_k |d[r, k]| * |x[r]|`` over the rows r for which it was.  With e = 2**-12 an element that is left out is
+**What that costs.**  Small elements are many, and of one sign, so what they add up to is not lost: in the gradient of a
+row's hidden state the columns D that are left out count with the mean m of their rows of W.  That gradient changes by
+less than ``e * max_k |d[r, k]| * sum_D |W[j] - m|``, and that of ``W[j]`` by less than
+``e * sum_r max_k |d[r, k]| * |x[r]|`` over the rows r for which j was left out.  With e = 2**-12 an element of D is
 smaller than an eighth of what rounding to bfloat16 does to the largest one of its row.  The gradient of a bias is not
 filtered, nor are regions that run over vocabulary tiles.  Rows without a gradient keep no column, a nan or an infinity
-in dlogits keeps its own; what is not finite in hidden or weight spreads through the columns that are kept alone.
+in dlogits keeps its own; what is not finite in hidden spreads through the columns that are kept alone.
 
 **What it saves.**  A trained model's probabilities are peaked, and its vocabulary has frequent and rare words: most
 columns are next to nothing in all rows of a part.  Those that are left are gathered, multiplied, and added where they
@@ -75,19 +76,28 @@ def live_columns(value: Tensor, eps: float) -> Tensor:
     return torch.cat(found)
 
 
-def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out = value @ weight`` with the parts' columns alone."""
+def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor, sums: dict[int, Tensor]) -> None:
+    """``out = value @ weight`` with the parts' columns, and one mean row of ``weight`` for all others.
+
+    ``sums`` keeps the sum of the weight's rows from one chunk to the next."""
     from inductor_grpo.runtime import Sum, add_product
 
+    kind = torch.promote_types(torch.float32, out.dtype)
     for start, stop, columns in parts:
         rows, result = value[start:stop], out[start:stop]
         if columns is None:
             result.copy_(torch.mm(rows, weight))
             continue
-        kind = torch.promote_types(torch.float32, result.dtype)
+        if id(weight) not in sums:
+            sums[id(weight)] = weight.sum(0, dtype=kind)
         total = Sum(torch.zeros(result.shape, dtype=kind, device=result.device), empty=False)
+        others, left_out = sums[id(weight)].clone(), rows.sum(1, dtype=kind)
         for some in columns.split(BLOCK):
-            add_product(total, rows.index_select(1, some), weight.index_select(0, some))
+            kept, of_weight = rows.index_select(1, some), weight.index_select(0, some)
+            add_product(total, kept, of_weight)
+            others -= of_weight.sum(0, dtype=kind)
+            left_out -= kept.sum(1, dtype=kind)
+        total.tensor.addr_(left_out, others / (value.shape[1] - columns.numel()))
         result.copy_(total.tensor)
 
 

@@ -61,22 +61,40 @@ def test_the_bound_holds_and_work_is_saved(monkeypatch: pytest.MonkeyPatch) -> N
 
     def watched(value: Tensor, eps: float) -> Any:
         parts = of(value, eps)
-        kept.extend((p.stop - p.start) * (V if p.columns is None else len(p.columns)) for p in parts or [])
+        for part in parts or [filter.Part(0, value.shape[0], None)]:
+            row = torch.zeros(V, dtype=torch.bool)
+            row[slice(None) if part.columns is None else part.columns] = True
+            kept.extend([row] * (part.stop - part.start))
         return parts
 
     monkeypatch.setattr(filter, "live_parts", watched)
-    plain, found = gradients(loss, args), gradients(loss, args, filter_eps=EPS)
-    assert 0 < sum(kept) < 0.5 * N * V
+    plain = gradients(loss, args)
+    kept.clear()
+    found = gradients(loss, args, filter_eps=EPS)
+    lost = ~torch.stack(kept)
+    assert lost.shape == (N, V) and 0.5 < lost.float().mean() < 1
     d = dlogits(args)
     least = EPS * d.abs().amax(1, keepdim=True)
-    lost = d.abs() < least
+    assert (d.abs() < least * (1 + 1e-5))[lost].all()
     hidden, weight = (a.detach().double() for a in args)
-    bounds = [least * (lost.double() @ weight.abs()), (lost * least).t() @ hidden.abs()]
-    changed = False
+    mean = lost.double() @ weight / lost.sum(1, keepdim=True).clamp(min=1)
+    spread = torch.stack([(weight[row] - m).abs().sum(0) for row, m in zip(lost, mean)])
+    bounds = [least * spread, (lost * least).t() @ hidden.abs()]
     for a, b, bound in zip(found, plain, bounds, strict=True):
+        assert not torch.equal(a, b)
         assert ((a - b).double().abs() <= bound + 1e-6 * b.abs().max()).all()
-        changed = changed or not torch.equal(a, b)
-    assert changed
+
+
+def test_what_is_left_out_is_not_lost() -> None:
+    """Many small elements of one sign, and rows of W with a mean: without them the gradient would be far off."""
+    value = torch.full((8, V), 2e-4)
+    value[:, 3] = -value.sum(1) + 2e-4
+    weight = torch.randn(V, H, generator=torch.Generator().manual_seed(0)) * 0.1 + 5
+    parts, out = filter.live_parts(value, 2.0**-9), torch.empty(8, H)
+    assert parts is not None and parts[0].columns is not None and parts[0].columns.tolist() == [3]
+    filter.contract(parts, value, weight, out, {})
+    right = value.double() @ weight.double()
+    assert (out - right).norm() < 1e-5 * (value[:, 3:4].double() @ weight[3:4].double()).norm()
 
 
 @pytest.mark.parametrize("schedule", ["auto", "two-pass"])
