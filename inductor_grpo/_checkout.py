@@ -36,4 +36,4 @@ class Finder:
 def install() -> None:
     """Does nothing for an installed package, which has both inside of it."""
     if not os.path.isdir(os.path.join(FOLDER, "patterns")):
-        sys.meta_path.append(Finder)
+        sys.meta_path.insert(0, Finder)  # before the finder of another checkout that is installed for editing

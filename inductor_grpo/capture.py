@@ -144,7 +144,7 @@ def capture(*, fresh: bool = False, codegen: str | None = None) -> Iterator[Capt
             yield found
         finally:
             with _lock:
-                _captures.remove(found)
+                _captures[:] = [c for c in _captures if c is not found]  # equal ones may be open, too
 
 
 # Hooks of the backend and the pass ---------------------------------------------------------------------------

@@ -20,12 +20,23 @@ CURES: dict[str, str] = {
 _NORMALISES = ("softmax", "log_softmax", "logsumexp")
 _MOVES = ("flip", "roll", "index_select", "repeat", "repeat_interleave")
 _SUMS = ("cumsum", "logcumsumexp", "cumprod", "sort", "topk", "cummax", "cummin")
+_SENDS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_to_all_single", "broadcast")
+_ADDS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 _DROPS = ("dropout", "bernoulli", "alpha_dropout")
 
 _BY_OPERATION: dict[tuple[str, str], str] = {
     **{("MIXES_ROWS", op): f"normalise over the vocabulary: {op}(dim=-1)" for op in _NORMALISES},
     **{("MIXES_ROWS", op): f"apply {op} to the hidden states, before the head" for op in _MOVES},
     **{("MIXES_ROWS", op): f"apply {op} to values a token, after the log-probs are taken" for op in _SUMS},
+    **{
+        ("NO_ROW_RULE", op): "send values a token: of a part of the vocabulary the maximum, the sum of exponentials and"
+        " the label's logit, of a part of the tokens their log-probs"
+        for op in _SENDS
+    },
+    **{
+        ("NO_ROW_RULE", op): "split the head over the vocabulary instead of hidden, or gather hidden and weight first"
+        for op in _ADDS
+    },
     **{("RANDOM", op): "apply dropout to the hidden states, before the head" for op in _DROPS},
 }
 

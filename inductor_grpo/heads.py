@@ -6,7 +6,8 @@ import dataclasses
 
 import torch.fx as fx
 
-from .graph import GraphBuilder, Size, ancestors, arg, aten, hint, is_tensor, node_arg, same, shape, target_of
+from ._compat.collectives import is_functional
+from .graph import GraphBuilder, Size, ancestors, arg, aten, hint, is_tensor, node_arg, numel, same, shape, target_of
 
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Matmul targets and the position of their first factor."""
@@ -56,8 +57,8 @@ class Head:
 
 
 def weight_root(node: fx.Node) -> fx.Node:
-    """The tensor that a weight operand is a view, a part or a cast of."""
-    while target_of(node) in _PASSES_THROUGH or _is_cast(node):
+    """The tensor that a weight operand is a view, a part or a cast of, or is gathered from over the ranks."""
+    while target_of(node) in _PASSES_THROUGH or _is_cast(node) or (is_functional(node) and is_tensor(node.args[0])):
         node = node_arg(node, 0)
     return node
 
@@ -70,17 +71,18 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
     """The forward matmuls that are wider than hidden: ``[N, H] x [H, V]`` with V > H, in either orientation.
 
     Of heads with very different V only the widest count, and none that another's weight is computed from: a layer of
-    the network or a low-rank update of a weight is no head.  Nor is the product that makes the gradient of a weight,
-    where the backward is written into the graph (``torch.func.grad``).
+    the network or a low-rank update of a weight is no head.  Nor is the product of what a head gave with its own hidden
+    or weight: a loss that writes its gradients in the forward (``torch.func.grad``) has them there.
     """
     heads = []
     for node in graph.nodes:
         target = target_of(node)
         if target not in MATMULS or node in after_tangent or not is_tensor(node):
             continue
-        head = _as_head(node, MATMULS[target])
+        head = _as_head(node, MATMULS[target], after_tangent)
         if head is not None:
             heads.append(head)
+    heads = [h for h in heads if not any(_is_gradient(h, of) for of in heads if of is not h)]
     widest = max((hint(h.vocabulary) for h in heads), default=0)
     reduced = _after_reduction(graph, [h for h in heads if hint(h.vocabulary) * 2 > widest])
     heads = [h for h in heads if h.weight not in reduced]
@@ -108,7 +110,18 @@ def _lost_sizes(node: fx.Node) -> list[Size]:
     return [s for s in shape(node.args[0]) if not any(same(s, kept) for kept in shape(node))]
 
 
-def _as_head(node: fx.Node, first: int) -> Head | None:
+def _is_gradient(product: Head, head: Head) -> bool:
+    """``product`` multiplies a value of the size of the vocabulary that is computed from ``head`` with an operand of
+    ``head``."""
+    own = {weight_root(head.hidden), weight_root(head.weight)}
+    for operand, other in ((product.hidden, product.weight), (product.weight, product.hidden)):
+        if weight_root(operand) in own and hint(head.vocabulary) in map(hint, shape(other)):
+            if head.node in ancestors([other]):
+                return True
+    return False
+
+
+def _as_head(node: fx.Node, first: int, after_tangent: set[fx.Node]) -> Head | None:
     a, b = node_arg(node, first), node_arg(node, first + 1)
     rows, inner, columns = shape(a)[-2], shape(a)[-1], shape(b)[-1]
     bias: fx.Node | None = None
@@ -116,11 +129,40 @@ def _as_head(node: fx.Node, first: int) -> Head | None:
         bias = node_arg(node, 0)
         if len(shape(bias)) != 1:
             return None
-    wide_right, wide_left = hint(columns) > hint(inner), hint(rows) > hint(inner)
-    prefers_left = wide_left and first == 0 and (not wide_right or (_is_parameter(a) and not _is_parameter(b)))
-    if wide_right and not prefers_left:
+    right, left = hint(columns) > hint(inner), hint(rows) > hint(inner) and first == 0
+    if right and left:  # more tokens than features, too
+        sizes = _sizes_run_over(node, after_tangent)
+        left = _is_parameter(a) and not _is_parameter(b)
+        if (hint(rows) in sizes) != (hint(columns) in sizes):
+            left = hint(rows) in sizes
+        right = not left
+    if right:
         return Head(node, a, b, bias, 1)
-    return Head(node, b, a, None, 0) if prefers_left else None
+    return Head(node, b, a, None, 0) if left else None
+
+
+def _sizes_run_over(node: fx.Node, after_tangent: set[fx.Node]) -> set[int]:
+    """The sizes of the dimensions that the forward reduces, scans or gathers along in tensors as large as ``node``."""
+    from .rules import RULES
+    from .rules.indexing import Gather
+    from .rules.reductions import MULTIPLE, WHOLE, Reduction, Scan, reduced_dims
+
+    elements, seen, work, found = hint(numel(shape(node))), {node}, [node], set[int]()
+    while work:
+        x = work.pop()
+        for user in x.users:
+            rule = RULES.get(user.target)
+            if user in after_tangent or user in seen or target_of(user) in MATMULS:
+                continue
+            if isinstance(rule, Gather) and user.args[0] is x:
+                found.add(hint(shape(x)[arg(user, 1, "dim")]))
+            if isinstance(rule, (Reduction, Scan)) or target_of(user) in MULTIPLE | WHOLE:
+                dims = reduced_dims(user)
+                found |= {hint(shape(x)[d]) for d in dims} if len(dims) == 1 else set()
+            if is_tensor(user) and hint(numel(shape(user))) == elements:
+                seen.add(user)
+                work.append(user)
+    return found
 
 
 def _is_parameter(node: object) -> bool:

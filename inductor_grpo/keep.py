@@ -42,16 +42,17 @@ def shared_projections(backward: Draft, forwards: list[Draft]) -> tuple[Draft, d
     (by its place) the place there."""
     if backward.depth < TANGENT_DEPTH or not backward.projections or backward.group != 1:
         return None
-    wanted = _heads(backward)
+    wanted = projected(backward)
     for forward in forwards:
         if forward.depth < TANGENT_DEPTH and forward.group == 1:
-            known = {key: place for place, key in enumerate(_heads(forward))}
+            known = {key: place for place, key in enumerate(projected(forward))}
             if same_sizes([numel(forward.rows)], [numel(backward.rows)]) and all(key in known for key in wanted):
                 return forward, {place: known[key] for place, key in enumerate(wanted)}
     return None
 
 
-def _heads(draft: Draft) -> list[tuple[RowInput, fx.Node, fx.Node | None]]:
+def projected(draft: Draft) -> list[tuple[RowInput, fx.Node, fx.Node | None]]:
+    """Hidden, weight and bias of each of a program's projections."""
     rows, whole = list(draft.row_inputs), list(draft.whole_inputs)
 
     def bias(p: Projection) -> fx.Node | None:

@@ -8,7 +8,7 @@ import torch.fx as fx
 
 from ._compat import fxgraph
 from .depth import after_tangent
-from .graph import GraphBuilder, Size, arg, aten, hint, is_one, node_arg, same, same_sizes, shape, target_of
+from .graph import GraphBuilder, Size, arg, aten, hint, is_one, node_arg, same, same_sizes, shape, target_of, value
 
 
 def normalise(graph: fx.Graph) -> fx.Graph:
@@ -17,7 +17,9 @@ def normalise(graph: fx.Graph) -> fx.Graph:
     copy = copied(graph)
     fxgraph.remove_noops(copy)
     copy = fxgraph.common_subexpressions(copy)
+    _undo_views_and_copies(copy)
     _resolve_reads_of_writes(copy)
+    _drop_overwritten(copy)
     _flatten_batched_matmuls(copy)
     copy.eliminate_dead_code()
     return copy
@@ -131,15 +133,50 @@ def _as_sum_over_batch(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
     return b.call(aten.mm.default, joined, b.view(right, [batch * inner, columns]))
 
 
+_WRITES = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+
+
+def _undo_views_and_copies(graph: fx.Graph) -> None:
+    """A view of a view that has the shape of what the first one shows is that (in-place edits of a matmul's view come
+    back through the matmul's own shape), and a copy into a tensor of the same kind is what was copied."""
+    for node in list(graph.nodes):
+        if target_of(node) is aten.copy.default:
+            old, new = node_arg(node, 0), node_arg(node, 1)
+            alike = value(old).dtype == value(new).dtype and value(old).device == value(new).device
+            if alike and same_sizes(shape(old), shape(new)):
+                node.replace_all_uses_with(new)
+            continue
+        source: Any = node
+        while target_of(source) is aten.view.default:  # never a copy, so the strides are the same as well
+            source = source.args[0]
+            if source is not node.args[0] and same_sizes(shape(source), shape(node)):
+                node.replace_all_uses_with(source)
+                break
+
+
+def _drop_overwritten(graph: fx.Graph) -> None:
+    """A part that is written twice is written once: the gradient of an in-place edit goes where the gradient of its
+    result went before."""
+    for node in list(graph.nodes):
+        target = target_of(node)
+        if target not in _WRITES.values():
+            continue
+        while target_of(write := node_arg(node, 0)) is target:
+            if not same_sizes(shape(node_arg(write, 1)), shape(node_arg(node, 1))) or _place(node, 2) != _place(
+                write, 2
+            ):
+                break
+            node.update_arg(0, write.args[0])
+
+
 def _resolve_reads_of_writes(graph: fx.Graph) -> None:
     """``slice(slice_scatter(base, src, where), where)`` is ``src``, and elsewhere it is the slice of ``base``: what
     functionalisation leaves of in-place edits of views."""
-    scatters = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
     for node in list(graph.nodes):
         target = target_of(node)
-        if target not in scatters:
+        if target not in _WRITES:
             continue
-        while target_of(write := node_arg(node, 0)) is scatters[target]:
+        while target_of(write := node_arg(node, 0)) is _WRITES[target]:
             src = node_arg(write, 1)
             if same_sizes(shape(src), shape(node)) and _place(node, 1) == _place(write, 2):
                 node.replace_all_uses_with(src)

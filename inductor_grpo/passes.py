@@ -16,6 +16,7 @@ from . import ops, plan
 from .capture import observe, tried
 from .components import given_logits, largest_product
 from .config import Settings
+from .depth import forward_first
 from .graph import nbytes, node_arg
 from .normalise import copied, normalise
 from .report import Location, Rejection, Report, op_name
@@ -46,6 +47,7 @@ def rewrite_graph(graph: fx.Graph, settings: Settings) -> Report:
             report.rejections.append(rejection)
     report += seams
     if report.rewrites:
+        forward_first(candidate)
         observe("rewritten", candidate)
         adopt(graph, candidate)
     return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from . import runtime
+from . import keep, runtime
 from .components import Component
 from .config import Settings
 from .depth import TANGENT_DEPTH
@@ -27,9 +27,12 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         message = f"grpo.max_rewrites allows {settings.max_rewrites} rewrites in one graph"
         return Rejection("DISABLED", message, component.location, size)
     if size < limit:
+        logits = value(component.heads[0].node)
+        lasting = ", which decides for all sizes that this compilation serves, from a cache too"
+        lasts = lasting if any(isinstance(s, torch.SymInt) for s in logits.shape) else ""
         message = (
-            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower that setting (0 rewrites"
-            " every head)"
+            f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}){lasts}; lower that setting (0"
+            " rewrites every head)"
         )
         return Rejection("TOO_SMALL", message, component.location, size)
     return None
@@ -133,7 +136,7 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
         contractions = [p for p in used if draft.outputs[p].kind in ("contract", "outer", "outer_t")]
         matmuls += len(draft.projections) + len(contractions)
         after = max(after, _buffers(draft, settings))
-        late = late or draft.depth >= TANGENT_DEPTH
+        late = late or draft.depth >= TANGENT_DEPTH or (bool(contractions) and _projects_again(draft, own))
         gradients = gradients or bool(contractions)
     before = component.logits_bytes * (2 if late or gradients else 1)
     patterns = sorted({name for d in own for name in d.patterns or ()})
@@ -143,6 +146,13 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     if any(d.patterns is not None for d in own):
         schedule += ", vocabulary tiles"
     return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)
+
+
+def _projects_again(draft: Draft, others: list[Draft]) -> bool:
+    """A program before this one has made the same logits: the gradient is written in the forward, after sums over
+    ranks."""
+    mine = set(keep.projected(draft))
+    return any(other.depth < draft.depth and mine & set(keep.projected(other)) for other in others)
 
 
 def _buffers(draft: Draft, settings: Settings) -> int:

@@ -54,7 +54,8 @@ class Location:
 
     @classmethod
     def of(cls, node: torch.fx.Node) -> Location | None:
-        """The innermost frame of ``node`` that is neither torch's nor ours; None when there is none.
+        """The innermost frame of ``node`` in a file of the user's own, or in an installed library that is neither
+        torch's nor ours where the user has no frame; None when there is none.
 
         A backward node carries the trace of the forward line that it differentiates.
         """
@@ -78,14 +79,17 @@ class Location:
     def from_trace(cls, trace: str) -> Location | None:
         """The same, of the text of a traceback with the innermost call last."""
         lines = trace.splitlines()
-        for index in range(len(lines) - 1, -1, -1):
-            match = _FRAME.match(lines[index])
-            if match is None or not _is_user_file(match["file"]):
-                continue
+        frames = [(i, match) for i, line in enumerate(lines) if (match := _FRAME.match(line))]
+        frames = [(i, match) for i, match in reversed(frames) if _is_user_file(match["file"])]
+        for index, match in [f for f in frames if not _is_installed(f[1]["file"])] + frames:
             has_code = index + 1 < len(lines) and _FRAME.match(lines[index + 1]) is None
             code = lines[index + 1].strip() if has_code else ""
             return cls(match["file"], int(match["line"]), (match["function"] or "").strip(), code)
         return None
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.replace("\\", "/").split("/"))
 
 
 @functools.lru_cache(maxsize=1024)

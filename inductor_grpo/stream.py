@@ -12,15 +12,17 @@ import torch.fx as fx
 
 from . import keep, plan, row_kernel
 from ._compat import fxgraph
+from ._compat.collectives import is_collective, is_functional
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
-from .depth import TANGENT_DEPTH, after_tangent, node_depths
+from .depth import TANGENT_DEPTH, after_tangent, effects, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
 from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, numel, shape, value
 from .heads import find_heads
+from .late_rows import separate
 from .layout import Layouts
 from .loops import join_loops
 from .merge import merge
@@ -70,7 +72,11 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, settings)):
         refusals.schedule = "two-pass"
         fxgraph.sort_topologically(graph)
-    region = Region(builder, layouts, node_depths(graph, layouts, floors), kept)
+    depths = node_depths(graph, layouts, floors)
+    if separate(builder, layouts, chosen, depths):
+        fxgraph.sort_topologically(graph)
+        depths = node_depths(graph, layouts, floors)
+    region = Region(builder, layouts, depths, kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
     drafts = merge(builder, list(region.drafts.values()), exits)
     calls = emit_calls(builder, drafts, exits, settings)
@@ -137,7 +143,8 @@ def put_in_place(
         replace(builder, exit, calls)
     drop_dead(graph)
     for node in effects(graph):
-        builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
+        if not is_functional(node):
+            builder.output.prepend(node)  # writes to inputs come last, after all that the rewrite made reads them
     try:
         fxgraph.sort_topologically(graph)
     except AssertionError:
@@ -242,6 +249,10 @@ def _escape(region: Region, node: fx.Node, seen: set[fx.Node]) -> Rejection:
 def _no_exit(region: Region, node: fx.Node, wide: fx.Node) -> Rejection:
     if node.op == "output":
         return region.refuse(wide, "LOGITS_RETURNED", _leaves(region, wide))
+    sends = [n for n in region.builder.graph.nodes if is_collective(n)]
+    sends = [n for n in sends if any(region.layouts.is_wide(a) for a in n.all_input_nodes)]
+    if sends:
+        return region.refuse(sends[0], "NO_ROW_RULE", "{op} sends the logits to other ranks, so they have to exist")
     code, reason = "NO_ROW_RULE", "{op} reads the logits and is not known to treat each row apart"
     rule = RULES.get(node.target)
     if node in region.layouts.conflicts:
@@ -261,16 +272,6 @@ def _leaves(region: Region, wide: fx.Node) -> str:
         "the vocabulary-sized result of {op} is returned to the caller, so it has to exist; return a value a token"
         " (the log-prob of its label, the entropy) instead, or compile what reads it into the same function"
     )
-
-
-def effects(graph: fx.Graph) -> list[fx.Node]:
-    """The calls that do something besides returning a value: writes to inputs and buffers, assertions.  Random numbers
-    that nobody reads are none."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.is_impure() and not _is_random(n)]
-
-
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def drop_dead(graph: fx.Graph) -> None:

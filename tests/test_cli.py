@@ -20,6 +20,7 @@ import torch
 
 import inductor_grpo
 from inductor_grpo import backend
+from inductor_grpo.capture import CompiledGraph
 from inductor_grpo.tools import cli
 from inductor_grpo.tools.memory import timeline
 from inductor_grpo.tools.progress import progress
@@ -211,6 +212,28 @@ def test_what_cannot_be_run(call: Any, argv: tuple[str, ...], says: str) -> None
     assert code == cli.USAGE and says in err
 
 
+def test_require_is_an_expectation_and_one_line(call: Any) -> None:
+    code, out, err = call("explain", "losses:over_tokens", "--inputs", "inputs", *SET, "--set", "require=1")
+    assert code == cli.UNMET and "MIXES_ROWS  losses.py:14 in over_tokens" in out
+    assert re.fullmatch(r"inductor-grpo: require: 1 vocabulary-sized tensor stays in the graph: losses.py:14 .*\n", err)
+
+
+def test_the_trace_of_a_target_is_the_users(call: Any, folder: pathlib.Path) -> None:
+    err = call("explain", "losses:fails", *SET)[2]
+    assert 'losses.py", line' in err and "in fails" in err and "tools" not in err
+    (folder / "ends.py").write_text("import sys\nsys.exit(4)\n")
+    code, _, err = call("explain", "ends.py", "--quiet")
+    assert code == cli.FAILED and err == "inductor-grpo: the target called sys.exit(4); above is what was seen\n"
+    (folder / "wrong.py").write_text("def f():\n    return 1 / 0\n\n\nf()\n")
+    code, _, err = call("explain", "wrong.py", "--quiet")
+    assert code == cli.FAILED and "runpy" not in err and "tools" not in err
+    assert err.splitlines()[:2] == [
+        "Traceback (most recent call last):",
+        f'  File "{folder}/wrong.py", line 5, in <module>',
+    ]
+    assert "ended with ZeroDivisionError: division by zero" in err.splitlines()[-1]
+
+
 def test_target_that_fails_still_shows_what_was_seen(call: Any) -> None:
     code, out, err = call("explain", "losses:fails", *SET)
     assert code == cli.FAILED and "1 rewrite" in out and "KeyError: 'after the loss'" in err
@@ -323,6 +346,43 @@ def test_dump_of_logits_and_a_seam(call: Any, folder: pathlib.Path) -> None:
     assert [p for p in programs if "keep sum per segment" in p] and [p for p in programs if "logits[0] =" in p]
 
 
+def test_a_dump_is_never_replaced_by_a_poorer_one(call: Any, folder: pathlib.Path) -> None:
+    from inductor_grpo.tools.dump import dump
+
+    call("dump", "losses:pair", "-o", "out", "--codegen", "eager", *SET)
+    before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+    report = inductor_grpo.Report(from_cache=True)
+    cached = inductor_grpo.Capture([CompiledGraph(1, report=report)])
+    written, kept = dump(cached, folder / "out")
+    assert kept == [folder / "out" / "graph-1"] and not set(written) & set(before)
+    assert {path: path.read_bytes() for path in before} == before
+    assert "(from cache)" in (folder / "out" / "graph-1" / "cached_report.txt").read_text()
+    assert call("dump", "losses:nothing", "-o", "out", *SET)[0] == cli.FAILED, "nothing to write"
+    assert {path: path.read_bytes() for path in before} == before
+    (folder / "out" / "graph-2").mkdir()
+    (folder / "out" / "graph-2" / "00_joint.txt").write_text("of an earlier dump")
+    call("dump", "losses:pair", "-o", "out", "--codegen", "eager", *SET)
+    assert {path for path in (folder / "out").rglob("*") if path.is_file()} == set(before)
+
+
+def test_diff_sees_through_numbers_and_lines(call: Any, folder: pathlib.Path) -> None:
+    before = "%mm : f32[2] = aten.mm(%a, %b)  # x.py:3  a @ b\n%exp : f32[2] = aten.exp(%mm)\nreturn (%exp)\n"
+    moved = before.replace("x.py:3", "x.py:9")
+    shifted = before.replace("%mm", "%mm_1").replace("%exp", "%exp_2")
+    more = "%mm : f32[9] = aten.mm(%c, %d)\n" + shifted
+    other = "%mm : f32[9] = aten.mm(%c, %d)\n" + shifted.replace("exp(%mm_1)", "exp(%mm)")
+    for name, text in (("a", before), ("b", moved), ("c", shifted), ("d", more), ("e", other)):
+        (folder / f"{name}.txt").write_text(text)
+    for name in "bc":
+        assert call("diff", "a.txt", f"{name}.txt")[0] == cli.OK
+        assert call("diff", "a.txt", f"{name}.txt", "--exact")[0] == cli.UNMET
+    code, out, _ = call("diff", "a.txt", "d.txt")
+    assert code == cli.UNMET
+    assert [line for line in out.splitlines() if re.match(r"[+-][^+-]", line)] == ["+%mm' : f32[9] = aten.mm(%c, %d)"]
+    out = call("diff", "a.txt", "e.txt")[1]
+    assert "-%exp : f32[2] = aten.exp(%mm)" in out and "+%exp : f32[2] = aten.exp(%mm')" in out, "another value is read"
+
+
 def test_two_dumps_of_one_loss_are_equal(call: Any, folder: pathlib.Path) -> None:
     for name in ("a", "b"):
         call("dump", "losses:pair", "-o", name, "--codegen", "eager", *SET)
@@ -334,7 +394,7 @@ def test_dump_with_generated_code_and_from_a_warm_cache(folder: pathlib.Path) ->
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     for name in ("cold", "warm"):
-        command = [sys.executable, "-m", "inductor_grpo.tools", "dump", "losses:pair", "-o", name, *SET]
+        command = [sys.executable, "-m", "inductor_grpo.tools", "dump", "losses:pair", "-o", name, "--cached", *SET]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
         assert done.returncode == 0, done.stderr[-2000:]
     cold, warm = (folder / name / "graph-1" for name in ("cold", "warm"))
@@ -404,7 +464,9 @@ def test_patterns(call: Any) -> None:
     code, out, _ = call("patterns", "losses:compiles", *SET)
     assert re.search(r"selective_logprob: .* \[0 of 0 tries", out), "one pass needs no pattern"
     assert re.search(r"segment_sums: .* \[0 of 1 tries", out)
+    assert "1 graph compiled: 1 rewrite" in out and "No pattern was tried: one pass needs none of them" in out
     code, out, _ = call("patterns", "losses:compiles", *SET, *TWO_PASS)
+    assert "No pattern was tried" not in out
     assert code == cli.OK and re.search(r"selective_logprob: .* \[1 of 1 tries, \d+\.\d ms\]", out)
     assert re.search(r"Gather: .* \[used [1-9]\d* times\]", out)
 
@@ -454,6 +516,22 @@ def test_capture_says_why_it_is_empty_and_fresh_makes_it_compile_again() -> None
         compiled(torch.ones(3))
     assert [s.name for s in captured.graphs[0].stages] == ["joint", "normalised", "inference"]
     assert captured.graphs[0].done and captured.graphs[0].seconds > 0
+
+
+def test_the_tools_are_those_of_this_checkout() -> None:
+    from inductor_grpo import tools
+
+    assert pathlib.Path(tools.__file__).parents[1] == pathlib.Path(inductor_grpo.__file__).parents[1]
+
+
+def test_equal_captures_end_apart() -> None:
+    with inductor_grpo.capture() as outer:
+        with inductor_grpo.capture():
+            pass
+        torch.compile(lambda x: x.sin(), backend=backend.inductor_grpo, options={"grpo.codegen": "eager"})(
+            torch.ones(3)
+        )
+    assert len(outer.graphs) == 1
 
 
 def test_nested_captures_both_see_a_compilation_in_another_thread() -> None:

@@ -267,6 +267,18 @@ def test_small_logits_and_the_option_that_is_named() -> None:
     assert explained(unbroken, arguments()()).rewrites
 
 
+def test_small_logits_say_that_they_decide_for_larger_calls() -> None:
+    """One compilation serves both calls: the second stays as it is, and only the first can tell."""
+    options = {"grpo.codegen": "eager", "grpo.min_logits_bytes": 4 * 100 * V}
+    with inductor_grpo.capture() as captured:
+        compiled = torch.compile(fresh_copy(unbroken), backend=harness.backend(), options=options)
+        for tokens in (10, 200):
+            compiled(normal(tokens, H, seed=1), normal(V, H, seed=2), ids(tokens, high=V))
+    (graph,) = captured.graphs
+    (rejection,) = graph.report.rejections
+    assert rejection.code == "TOO_SMALL" and "decides for all sizes that this compilation serves" in rejection.why
+
+
 def test_both_sides_of_a_graph_break_are_named() -> None:
     first, second = explained(broken, arguments()()).rejections
     line = marked(broken) + 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import models
+from tests import harness, models
 
 peft = pytest.importorskip("peft")
 
@@ -36,7 +36,18 @@ def test_adapters_in_the_body() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_an_adapter_on_the_head(name: str) -> None:
     network = adapted(name, ["q_proj", "lm_head"])
-    models.check(models.step, network, [models.batch(shape) for shape in SHAPES], features=[RANK])
+    facts = models.check(models.step, network, [models.batch(shape) for shape in SHAPES], features=[RANK])
+    assert facts.matmuls == 2 + 3  # three of the adapter's rank: its logits and two gradients
+
+
+def test_dropout_of_an_adapter_is_before_the_head() -> None:
+    """It draws other numbers than eager does, so only what is left is looked at."""
+    network = adapted("qwen3", ["lm_head"], lora_dropout=0.5)
+    facts = harness.Graphs(frozenset({models.VOCABULARY}), frozenset({models.FEATURES, RANK}))
+    with harness.recording(facts):
+        ours = models.run(harness.compiled(models.step, 7 * models.VOCABULARY * 4), network, models.batch(SHAPES[0]))
+    assert all(gradient.isfinite().all() for gradient in ours.gradients if gradient is not None)
+    harness.assert_streamed(facts)
 
 
 def test_a_head_that_is_trained_and_saved() -> None:

@@ -87,3 +87,18 @@ def test_location_is_the_innermost_line_of_the_user() -> None:
         assert location is not None and location.code.startswith("return torch.nn.functional.softmax(x, dim=-1)")
         assert (location.file, location.function) == (__file__, "_user_function")
         assert location.line == _user_function.__code__.co_firstlineno + 1
+
+
+def test_location_is_in_the_script_where_a_library_made_the_tensor() -> None:
+    script = '  File "/home/user/train.py", line 7, in step\n    logits = model(ids).logits\n'
+    helper = '  File "/home/user/loss.py", line 3, in pick\n    return logp.gather(-1, y)\n'
+    library = (
+        '  File "/venv/lib/python3.11/site-packages/transformers/model.py", line 99, in forward\n    self.lm_head(h)\n'
+    )
+    found = [Location.from_trace(t) for t in (script + library, script + helper, script + helper + library, library)]
+    assert [(f.line, f.code) if f else None for f in found] == [
+        (7, "logits = model(ids).logits"),
+        (3, "return logp.gather(-1, y)"),
+        (3, "return logp.gather(-1, y)"),
+        (99, "self.lm_head(h)"),
+    ]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import harness
-from tests.corpus.spellings import SPELLINGS, B, H, T, V, ids, normal, pick
+from tests.corpus.spellings import SPELLINGS, B, H, T, V, ids, normal, padded, pick
 
 # Facts about a spelling that the two first arguments do not tell: vocabulary sizes, and sizes of weights.
 VOCABULARIES = {"head_padded_vocabulary": (41, 37), "head_weight_stored_features_first": (41,)}
@@ -121,3 +121,32 @@ def test_a_loop_over_tokens_projects_them_together(log_probs: Any) -> None:
         torch._dynamo.reset()
         matmuls.append(harness.check(function, args, facts=facts("")).matmuls)
     assert matmuls[0] == matmuls[1] <= 5, matmuls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_edit_in_place_of_a_view_of_a_view_runs_in_one_pass(dtype: torch.dtype) -> None:
+    """The last positions of all but the last are divided in place, and then read row by row."""
+
+    def function(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = (h @ w.T)[:, :-1, :][:, -(T - 2) :, :]
+        logits.div_(0.7)
+        chosen = logits.gather(-1, y[:, -(T - 2) :, None]).squeeze(-1)
+        log_probs = chosen - torch.stack([torch.logsumexp(row, -1) for row in logits])
+        return (log_probs.exp() * log_probs).mean()
+
+    found = harness.check(function, padded(dtype), facts=facts(""))
+    assert found.matmuls == 3, found.reports
+
+
+def test_edits_in_place_of_parts_that_overlap() -> None:
+    """A part that is written twice, by what was written before and by something else, and one beside it."""
+
+    def function(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = h @ w.T
+        logits[:, 1:4].mul_(2.0)
+        logits[:, 1:4].sub_(0.25)
+        logits[:, 2:5].add_(0.5)
+        logits[:, 0] = logits[:, 1] * 0.3
+        return logits.logsumexp(-1)
+
+    harness.check(function, padded(torch.float32), facts=facts(""))

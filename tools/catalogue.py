@@ -33,6 +33,24 @@ def trials(captured: Capture) -> dict[str, Trial]:
     return dict(found)
 
 
+def heading(captured: Capture) -> str:
+    """What the numbers below are of, and why patterns that nobody tried were not."""
+    report = captured.report
+    count = len(captured.graphs)
+    lines = [f"{count} graph{'s' * (count != 1)} compiled: {report.summary()}"]
+    tried = trials(captured)
+    if not any(name in tried for name in all_patterns()):
+        schedules = {rewrite.schedule.partition(",")[0] for rewrite in report.rewrites if rewrite.matmuls}
+        if "one-pass" in schedules:
+            why = "one pass needs none of them; --set schedule=two-pass tries them"
+        elif any(graph.from_cache for graph in captured.graphs):
+            why = "the graphs came from Inductor's cache; leave out --cached to see more"
+        else:
+            why = "no region came so far; inductor-grpo explain says why"
+        lines.append(f"No pattern was tried: {why}.")
+    return "\n".join(lines) + "\n"
+
+
 def as_text(found: dict[str, Trial] | None = None) -> str:
     """The catalogue; with ``found``, how often each entry was tried and used."""
     lines = ["Patterns"]

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inductor_grpo.capture import Capture
-from inductor_grpo.tools import explain
+from inductor_grpo.report import RequireError
+from inductor_grpo.tools import errors, explain
 from inductor_grpo.tools.progress import progress
 from inductor_grpo.tools.target import Outcome, Target, TargetError
 
 OK, UNMET, USAGE, FAILED = 0, 1, 2, 3
 EPILOG = """exit codes:
   0  done
-  1  an expectation (--expect) was not met, a pattern failed its check, two dumps differ, or doctor found a fault
+  1  an expectation (--expect, --set require=1) was not met, a pattern failed its check, two dumps differ, or doctor
+     found a fault
   2  the command line or the target cannot be understood
   3  the target raised an exception, or compiled nothing (what was seen before is still shown)
 """
@@ -68,18 +70,19 @@ def _parser() -> argparse.ArgumentParser:
         "occurs COUNT times",
     )
     one = command("dump", _dump, "Numbered files of each graph: every stage as text, script and picture, code, report.")
-    _target_options(one, codegen="inductor")
+    _target_options(one, codegen="inductor", fresh=True)
     one.add_argument("-o", "--output", metavar="DIR", required=True, type=Path, help="folder to write to")
     one = command("diff", _diff, "The differences of two dumps, or of two .txt files of dumps.")
     one.add_argument("a", type=Path)
     one.add_argument("b", type=Path)
+    one.add_argument("--exact", action="store_true", help="numbers of values and source lines in comments count, too")
     one = command(
         "report", _report, "One HTML page: summary, graphs side by side, live memory, rejections with source."
     )
-    _target_options(one)
+    _target_options(one, fresh=True)
     one.add_argument("-o", "--output", metavar="FILE", default=Path("report.html"), type=Path, help="file to write")
     one = command("patterns", _patterns, "The catalogue of patterns and rules; with TARGET, what it made of them.")
-    _target_options(one, needed=False)
+    _target_options(one, needed=False, fresh=True)
     one.add_argument(
         "--check", action="store_true", help="run the examples and near misses of each pattern and the seam"
     )
@@ -92,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _target_options(parser: argparse.ArgumentParser, codegen: str = "eager", needed: bool = True) -> None:
+def _target_options(
+    parser: argparse.ArgumentParser, codegen: str = "eager", needed: bool = True, fresh: bool = False
+) -> None:
     parser.add_argument("target", metavar="TARGET", nargs=None if needed else "?", help=TARGET)
     parser.add_argument("--inputs", metavar="FUNCTION", help="a function of no arguments that returns TARGET's")
     parser.add_argument(
@@ -101,7 +106,20 @@ def _target_options(parser: argparse.ArgumentParser, codegen: str = "eager", nee
         default=codegen,
         help=f"'eager' generates no code (here: {codegen})",
     )
-    parser.add_argument("--fresh", action="store_true", help="do not use Inductor's caches")
+    caches = parser.add_mutually_exclusive_group()
+    caches.add_argument(
+        "--fresh",
+        action="store_true",
+        default=fresh,
+        help="do not use Inductor's caches" + " (always so here, unless --cached is given)" * fresh,
+    )
+    if fresh:
+        caches.add_argument(
+            "--cached",
+            dest="fresh",
+            action="store_false",
+            help="use Inductor's caches; of a graph that comes from them only the stored report is known",
+        )
     parser.add_argument(
         "--set",
         metavar="NAME=VALUE",
@@ -127,13 +145,28 @@ def _run(options: argparse.Namespace) -> Outcome:
 def _ended(outcome: Outcome) -> int:
     """Tells how the target ended; the exit code for it."""
     if outcome.error is not None:
-        print("inductor-grpo: the target ended with an error; above is what was seen before", file=sys.stderr)
-        traceback.print_exception(outcome.error, limit=-4)
-        return FAILED
+        return _failed(outcome.error)
     if not outcome.capture.graphs:
         print("inductor-grpo: the target compiled nothing", file=sys.stderr)
         return FAILED
     return OK
+
+
+def _failed(error: BaseException) -> int:
+    required = next((e for e in errors.chain(error) if isinstance(e, RequireError)), None)
+    if required is not None:
+        count = len(required.report.obstacles)
+        what = "vocabulary-sized tensor stays" if count == 1 else "vocabulary-sized tensors stay"
+        first = required.report.obstacles[0]
+        print(f"inductor-grpo: require: {count} {what} in the graph: {first}", file=sys.stderr)
+        return UNMET
+    if isinstance(error, SystemExit):
+        print(f"inductor-grpo: the target called sys.exit({error.code!r}); above is what was seen", file=sys.stderr)
+        return FAILED
+    print(errors.text(error), end="", file=sys.stderr)
+    last = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+    print(f"inductor-grpo: the target ended with {last}; above is what was seen before", file=sys.stderr)
+    return FAILED
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -156,8 +189,15 @@ def _dump(options: argparse.Namespace) -> int:
     from inductor_grpo.tools.dump import dump
 
     outcome = _run(options)
-    for path in dump(outcome.capture, options.output):
-        print(path)
+    if outcome.capture.graphs:
+        written, kept = dump(outcome.capture, options.output)
+        print("\n".join(map(str, written)))
+        for folder in kept:
+            print(
+                f"inductor-grpo: {folder} keeps its earlier dump, since this graph came from Inductor's cache;"
+                " the stored report is in its cached_report.txt; leave out --cached to dump it anew",
+                file=sys.stderr,
+            )
     return _ended(outcome)
 
 
@@ -165,7 +205,7 @@ def _diff(options: argparse.Namespace) -> int:
     from inductor_grpo.tools.dump import diff
 
     try:
-        lines = diff(options.a, options.b)
+        lines = diff(options.a, options.b, options.exact)
     except FileNotFoundError as error:
         raise TargetError(str(error)) from None
     print("\n".join(lines) if lines else "no difference")
@@ -176,7 +216,8 @@ def _report(options: argparse.Namespace) -> int:
     try:
         from inductor_grpo.tools.page import page
     except ImportError as error:
-        raise TargetError(f'the report needs {error.name}: pip install "inductor-grpo[report]"') from None
+        how = 'pip install "inductor-grpo[report]", or in a checkout: pip install ".[report]"'
+        raise TargetError(f"the report needs {error.name}: {how}") from None
     outcome = _run(options)
     options.output.write_text(page(outcome.capture, options.target), encoding="utf-8")
     print(f"{options.output}: {outcome.capture.report.summary()}")
@@ -197,6 +238,7 @@ def _patterns(options: argparse.Namespace) -> int:
         print(catalogue.as_text(), end="")
         return OK
     outcome = _run(options)
+    print(catalogue.heading(outcome.capture))
     print(catalogue.as_text(catalogue.trials(outcome.capture)), end="")
     return _ended(outcome)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import re
 from pathlib import Path
 
 import torch.fx as fx
@@ -17,17 +19,34 @@ from inductor_grpo.tools.script import script
 IN_JOINT = ("joint", "normalised")
 
 
-def dump(captured: Capture, folder: Path) -> list[Path]:
-    """Writes everything under ``folder`` and returns the files in order."""
-    written: list[Path] = []
-    for graph in captured.graphs:
-        written += _Writer(folder / f"graph-{graph.number}", graph).write()
-    report = folder / "report.txt"
-    report.parent.mkdir(parents=True, exist_ok=True)
+def dump(captured: Capture, folder: Path) -> tuple[list[Path], list[Path]]:
+    """Writes everything under ``folder``; returns the files in order, and the folders of graphs that were kept.
+
+    A graph that came from a cache has a report and nothing else: what an earlier dump knows of it stays beside that.
+    What an earlier dump holds of further graphs goes, unless something of it was kept."""
+    writers = [_Writer(folder / f"graph-{graph.number}", graph) for graph in captured.graphs]
+    kept = [writer.folder for writer in writers if writer.keeps_earlier]
+    written = [path for writer in writers for path in writer.write()]
+    name = "cached_report" if kept else "report"
+    report, data = folder / f"{name}.txt", folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     report.write_text(explain.as_text(captured), encoding="utf-8")
-    data = folder / "report.json"
     data.write_text(explain.as_json(captured) + "\n", encoding="utf-8")
-    return [*written, report, data]
+    if not kept:
+        current = {writer.folder for writer in writers}
+        for old in set(folder.glob("graph-*")) - current:
+            _clear(old)
+            with contextlib.suppress(OSError):  # it holds something else
+                old.rmdir()
+        for stale in folder.glob("cached_report.*"):
+            stale.unlink()
+    return [*written, report, data], kept
+
+
+def _clear(folder: Path) -> None:
+    for old in folder.iterdir():
+        if old.is_file() and (re.match(r"\d\d_", old.name) or old.stem in ("report", "cached_report")):
+            old.unlink()
 
 
 def region_of(graph: CompiledGraph) -> tuple[frozenset[str], frozenset[str]]:
@@ -43,15 +62,21 @@ class _Writer:
     def __init__(self, folder: Path, graph: CompiledGraph) -> None:
         self.folder, self.graph = folder, graph
         self.files: list[Path] = []
+        self.keeps_earlier = not graph.stages and any(self.folder.glob("*_joint.txt"))
 
     def write(self) -> list[Path]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.iterdir():  # of an earlier dump
-            old.unlink()
         graph, number = self.graph, 0
+        if self.keeps_earlier:
+            self._report("cached_report")
+            return self.files
+        _clear(self.folder)
         if graph.from_cache or not graph.stages:
             why = "came from Inductor's cache" if graph.from_cache else "never reached the pass"
-            self._file("00_no_graphs.txt", f"This graph {why}, so its stages were not built; --fresh compiles anew.\n")
+            self._file(
+                "00_no_graphs.txt",
+                f"This graph {why}, so its stages were not built; dump without --cached compiles anew.\n",
+            )
         removed, added = region_of(graph)
         for number, stage in enumerate(graph.stages):
             region = removed if stage.name in IN_JOINT else added
@@ -63,9 +88,13 @@ class _Writer:
         for part, source in graph.code.items():
             number += 1
             self._file(f"{number:02}_code_{part}.py", source)
-        self._file("report.txt", f"{graph.report}\n" + "".join(f"  note        {note}\n" for note in graph.notes))
-        self._file("report.json", graph.report.to_json() + "\n")
+        self._report("report")
         return self.files
+
+    def _report(self, name: str) -> None:
+        notes = "".join(f"  note        {note}\n" for note in self.graph.notes)
+        self._file(f"{name}.txt", f"{self.graph.report}\n{notes}")
+        self._file(f"{name}.json", self.graph.report.to_json() + "\n")
 
     def _stage(self, name: str, graph: fx.Graph, region: frozenset[str]) -> None:
         self._file(f"{name}.txt", print_graph(graph).text())
@@ -92,9 +121,10 @@ def _programs(graph: CompiledGraph) -> list[str]:
     return list(dict.fromkeys(text for text in found if text is not None))
 
 
-def diff(a: Path, b: Path) -> list[str]:
+def diff(a: Path, b: Path, exact: bool = False) -> list[str]:
     """The differences of two dumps, or of two files of dumps, as a unified diff of their canonical texts.
 
+    What only the numbers of values or the comments with source lines tell apart is no difference, unless ``exact``.
     Raises FileNotFoundError where one is not there."""
     for path in (a, b):
         if not path.exists():
@@ -102,11 +132,47 @@ def diff(a: Path, b: Path) -> list[str]:
     if a.is_dir() != b.is_dir():
         raise FileNotFoundError(f"{a} and {b} must both be folders or both be files")
     if not a.is_dir():
-        return _diff_files(a, b)
+        return _diff_files(a, b, exact)
     names = {p.relative_to(root) for root in (a, b) for p in root.rglob("*.txt")}
-    return [line for name in sorted(names) for line in _diff_files(a / name, b / name)]
+    return [line for name in sorted(names) for line in _diff_files(a / name, b / name, exact)]
 
 
-def _diff_files(a: Path, b: Path) -> list[str]:
+def _diff_files(a: Path, b: Path, exact: bool) -> list[str]:
     before, after = (p.read_text(encoding="utf-8").splitlines() if p.exists() else [] for p in (a, b))
+    if not exact:
+        before, after = aligned(before, after)
     return list(difflib.unified_diff(before, after, str(a), str(b), lineterm=""))
+
+
+_COMMENT = re.compile(r"  # [^\n:]+:\d+(?:  .*)?$")
+_VALUE = re.compile(r"%[A-Za-z_]\w*")
+_NUMBER = re.compile(r"_\d+$")
+
+
+def aligned(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
+    """Two canonical texts without comments, the values of the second named as those of the first that they match.
+
+    Lines match by their shape, the operation and sizes with the numbers of values left out.  A value keeps its own name
+    where no line of ``before`` is its like; then the name is marked, so that it cannot be taken for one of ``before``.
+    """
+    before, after = ([_COMMENT.sub("", line).rstrip() for line in lines] for lines in (before, after))
+    shapes = [[_VALUE.sub(lambda m: _NUMBER.sub("", m.group()), line) for line in lines] for lines in (before, after)]
+    names: dict[str, str] = {}
+    for block in difflib.SequenceMatcher(None, *shapes, autojunk=False).get_matching_blocks():
+        for i in range(block.size):
+            old, new = _defined(before[block.a + i]), _defined(after[block.b + i])
+            if old and new:
+                names[new] = old
+    taken = {name for line in before if (name := _defined(line))}
+    for line in after:
+        name = _defined(line)
+        if name and name not in names and name in taken:
+            names[name] = f"{name}'"
+    return before, [_VALUE.sub(lambda m: names.get(m.group(), m.group()), line) for line in after]
+
+
+def _defined(line: str) -> str | None:
+    name, equals, _ = line.partition(" : ")
+    if not equals:
+        name, equals, _ = line.partition(" = ")
+    return name if equals and _VALUE.fullmatch(name) else None

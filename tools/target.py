@@ -65,7 +65,7 @@ class Target:
                     raise
                 except SystemExit as error:
                     outcome.error = error if error.code not in (None, 0) else None
-                except Exception as error:
+                except (Exception, KeyboardInterrupt) as error:
                     outcome.error = error
         return outcome
 

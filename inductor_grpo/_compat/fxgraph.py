@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from .collectives import is_collective
+
 SIZE_OF_DATA = 8192
 """Stands for a size that only the data decides, in estimates."""
 
@@ -68,7 +70,33 @@ def common_subexpressions(graph: fx.Graph) -> fx.Graph:
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Orders the nodes so that each comes after its inputs; raises when the graph has a cycle."""
+    """Orders the nodes so that each comes after its inputs, and otherwise as late as it stood; raises AssertionError
+    when the graph has a cycle.
+
+    Collectives keep their order among each other, whatever it takes: ranks whose graphs were rewritten differently
+    (their shards differ in size) must still make the same calls in the same order.
+    """
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    stable_topological_sort(graph)
+    collectives = [n for n in graph.nodes if is_collective(n)]
+    if len(collectives) < 2:
+        stable_topological_sort(graph)
+        return
+    before = dict(zip(collectives[1:], collectives))
+    pending, waiting = list(reversed(graph.nodes)), dict[fx.Node, list[fx.Node]]()
+    done: dict[fx.Node, None] = {}
+    while pending:
+        node = pending.pop()
+        needs = [*node.all_input_nodes, *([before[node]] if node in before else [])]
+        missing = next((n for n in reversed(needs) if n not in done), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(node)
+            continue
+        done[node] = None
+        pending += reversed(waiting.pop(node, []))
+    assert not waiting, "the graph has a cycle"
+    last: fx.Node | None = None
+    for node in done:
+        if last is not None and last.next is not node:
+            last.append(node)
+        last = node

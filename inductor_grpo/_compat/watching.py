@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def _first_words(reason: str) -> str:
 def no_caches() -> Iterator[None]:
     """Dynamo forgets what it compiled, and Inductor's caches are neither read nor written in the block."""
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # as we asked for
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .._compat.collectives import is_collective
 from ..graph import GraphBuilder, Size, args_of, aten, is_one, numel, prims, same, shape, target_of, value
 from .ops import segments
 from .program import accumulator
@@ -42,11 +43,15 @@ class Stage:
 
 
 def levels(graph: fx.Graph, sums: list[Sum]) -> dict[fx.Node, int]:
-    """How many sums, one after the other, lead to each node."""
+    """How many sums, one after the other, lead to each node; to a collective also those that lead to the one before
+    it, since they keep their order."""
     found: dict[fx.Node, int] = {}
+    collectives = 0
     summed = {s.node for s in sums}
     for node in graph.nodes:
         before = max((found[a] for a in node.all_input_nodes), default=0)
+        if is_collective(node):
+            before = collectives = max(before, collectives)
         found[node] = before + (node in summed or is_total(node))
     return found
 

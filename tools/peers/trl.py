@@ -158,7 +158,7 @@ def trainer(methods: type, profiled: bool = False, **settings: Any) -> Any:
     found = {name: vars(methods)[name] for name in (*names, "get_gamma_weights", "get_high_entropy_mask")
              if name in vars(methods)}  # fmt: skip
     if not profiled:
-        found = {name: getattr(method, "__wrapped__", method) for name, method in found.items()}
+        found = {n: m if isinstance(m, staticmethod) else getattr(m, "__wrapped__", m) for n, m in found.items()}
     stand_in = type("Trainer", (), found)()
     arguments: dict[str, Any] = {
         "delta": None,

@@ -72,6 +72,21 @@ def router_that_balances_its_load(h, w, y, router):
     return F.cross_entropy(h @ w.t(), y) + 0.24 * (p.mean(0) * load).sum()
 
 
+# ---------------------------------------------------------------- products that look like heads
+
+
+@case("streamed", head(30, 16, V, learned(2, 16), learned(V, 2, seed=6)), whole=True)
+def update_merged_into_the_weight_with_more_tokens_than_features(h, w, y, down, up):
+    return F.cross_entropy(h @ (w + up @ down).t(), y)
+
+
+@case("streamed", head(grad=False))
+def gradient_written_in_the_forward(h, w, y):
+    logp = (h @ w.t()).log_softmax(-1)
+    d = (logp.exp() - F.one_hot(y, V)) / y.numel()
+    return -pick(logp, y).mean(), d @ w, d.t() @ h
+
+
 # ---------------------------------------------------------------- several heads
 
 
