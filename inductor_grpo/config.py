@@ -19,7 +19,7 @@ name                  meaning
 ``max_rewrites``      stop after so many rewrites in one graph (bisecting); None: no limit
 ``generalise``        compile a loss once for all token counts, segment counts and factors; False: the
                       dynamic shapes of stock
-``filter_eps``        leave tiles of dlogits out of dX and dW whose elements are all below this share of the
+``filter_eps``        leave columns of dlogits out of dX and dW whose elements are all below this share of the
                       largest in their row, such as 2**-12; 0: none (:mod:`inductor_grpo.filter`)
 ``row_kernel``        "on": chunk bodies run as one Triton program a row where they fit (CUDA); "auto": where that
                       was measured to be faster, which so far means off; "off"

@@ -1,18 +1,21 @@
-"""The opt-in filter of gradients: tiles of dlogits that are next to nothing take no part in dX and dW.
+"""The opt-in filter of gradients: columns of dlogits that are next to nothing take no part in dX and dW.
 
-With ``grpo.filter_eps`` = e a tile of some rows and :data:`TILE` columns is left out when each of its elements is
-smaller than e times the largest magnitude in that element's own row: ``|d[r, j]| < e * max_k |d[r, k]|``.
+With ``grpo.filter_eps`` = e a column of :data:`ROWS` rows is left out when each of its elements is smaller than e times
+the largest magnitude in that element's own row: ``|d[r, j]| < e * max_k |d[r, k]|``.
 
-**What that costs.**  The gradient of row r's hidden state changes by less than
-``e * max_k |d[r, k]| * sum_j |W[j]|`` over the columns j that were left out, that of ``W[j]`` by less than
-``e * sum_r max_k |d[r, k]| * |x[r]|`` over the rows r for which it was.  With e = 2**-12 an element that is left out is
+**What that costs.**  Small elements are many, and of one sign, so what they add up to is not lost: in the gradient of a
+row's hidden state the columns D that are left out count with the mean m of their rows of W.  That gradient changes by
+less than ``e * max_k |d[r, k]| * sum_D |W[j] - m|``, and that of ``W[j]`` by less than
+``e * sum_r max_k |d[r, k]| * |x[r]|`` over the rows r for which j was left out.  With e = 2**-12 an element of D is
 smaller than an eighth of what rounding to bfloat16 does to the largest one of its row.  The gradient of a bias is not
-filtered, nor are regions that run over vocabulary tiles.  Rows without a gradient keep no tile, a nan or an infinity in
-dlogits keeps its own; what is not finite in hidden or weight spreads through the tiles that are kept alone.
+filtered, nor are regions that run over vocabulary tiles.  Rows without a gradient keep no column, a nan or an infinity
+in dlogits keeps its own; what is not finite in hidden spreads through the columns that are kept alone.
 
-**What it saves.**  A trained model's probabilities are peaked: most of a vocabulary is next to nothing in all rows of a
-chunk.  The columns that are left are gathered, multiplied, and added where they belong, a block at a time so that the
-copies stay small.  Which they are is known on the device only, so each chunk waits for it once.
+**What it saves.**  A trained model's probabilities are peaked, and its vocabulary has frequent and rare words: most
+columns are next to nothing in all rows of a part.  Those that are left are gathered, multiplied, and added where they
+belong, a block at a time so that the copies stay small.  Single columns rather than wider tiles: of random columns a
+seventh may be live where nearly every run of sixteen has a live one.  Which they are is known on the device only, so
+each chunk waits for it once.
 """
 
 from __future__ import annotations
@@ -27,9 +30,8 @@ from inductor_grpo._compat import codegen
 if TYPE_CHECKING:
     from inductor_grpo.runtime import Sum
 
-TILE = 16
-"""Columns of a tile, where that divides the vocabulary; 32 bytes of bf16, which is what memory moves at least."""
 ROWS = {"cpu": 256, "cuda": 1024}
+"""Rows of a part, by device."""
 # Columns that are gathered at a time.
 BLOCK = 16384
 # Above this share of live columns the copies cost more than the matmuls save.
@@ -49,21 +51,20 @@ def live_parts(value: Tensor, eps: float) -> list[Part] | None:
     n, width = value.shape
     if not eps or not n or not width or codegen.capturing():
         return None
-    tile = TILE if width % TILE == 0 else 1
     step = ROWS.get(value.device.type, ROWS["cuda"])
     starts = range(0, n, step)
-    live = torch.stack([_live_tiles(value[start : start + step], eps, tile) for start in starts]).cpu()
+    live = torch.stack([live_columns(value[start : start + step], eps) for start in starts]).cpu()
     parts = []
     for start, flags in zip(starts, live):
         columns = None
         if flags.sum().item() <= MOST_LIVE * flags.numel():
-            columns = flags.repeat_interleave(tile).nonzero().squeeze(1).to(value.device)
+            columns = flags.nonzero().squeeze(1).to(value.device)
         parts.append(Part(start, min(start + step, n), columns))
     return parts if any(part.columns is not None for part in parts) else None
 
 
-def _live_tiles(value: Tensor, eps: float, tile: int) -> Tensor:
-    """``[V / tile]``: whether a tile of these rows is kept."""
+def live_columns(value: Tensor, eps: float) -> Tensor:
+    """``[V]``: whether a column of these rows is kept."""
     kind = torch.promote_types(torch.float32, value.dtype)
     largest = torch.linalg.vector_norm(value, torch.inf, dim=1, keepdim=True, dtype=kind)
     least, has_gradient = largest * eps, largest != 0
@@ -72,22 +73,31 @@ def _live_tiles(value: Tensor, eps: float, tile: int) -> Tensor:
         # Not smaller, rather than at least as large: true for a nan.
         kept = (columns.abs() < least).logical_not_().logical_and_(has_gradient)
         found.append(kept.any(0))
-    return torch.cat(found).view(-1, tile).any(1)
+    return torch.cat(found)
 
 
-def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out = value @ weight`` with the parts' columns alone."""
+def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor, sums: dict[int, Tensor]) -> None:
+    """``out = value @ weight`` with the parts' columns, and one mean row of ``weight`` for all others.
+
+    ``sums`` keeps the sum of the weight's rows from one chunk to the next."""
     from inductor_grpo.runtime import Sum, add_product
 
+    kind = torch.promote_types(torch.float32, out.dtype)
     for start, stop, columns in parts:
         rows, result = value[start:stop], out[start:stop]
         if columns is None:
             result.copy_(torch.mm(rows, weight))
             continue
-        kind = torch.promote_types(torch.float32, result.dtype)
+        if id(weight) not in sums:
+            sums[id(weight)] = weight.sum(0, dtype=kind)
         total = Sum(torch.zeros(result.shape, dtype=kind, device=result.device), empty=False)
+        others, left_out = sums[id(weight)].clone(), rows.sum(1, dtype=kind)
         for some in columns.split(BLOCK):
-            add_product(total, rows.index_select(1, some), weight.index_select(0, some))
+            kept, of_weight = rows.index_select(1, some), weight.index_select(0, some)
+            add_product(total, kept, of_weight)
+            others -= of_weight.sum(0, dtype=kind)
+            left_out -= kept.sum(1, dtype=kind)
+        total.tensor.addr_(left_out, others / (value.shape[1] - columns.numel()))
         result.copy_(total.tensor)
 
 

@@ -145,6 +145,7 @@ class _Loop:
         self.kept_rows = number(self.program.kept_rows, self.syms)
         self.kept = [self._empty(*spec) for spec in kept_shapes(self.program, rows, whole, self.syms)]
         self.live = LiveRows(text, device, n, max(hidden, default=0))
+        self._weight_sums: dict[int, Tensor] = {}
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
 
@@ -297,10 +298,9 @@ class _Loop:
     def _width(self, sink: Sink) -> int:
         return self.whole[sink.input].shape[0] if sink.kind == "contract" else columns(sink, self.syms)
 
-    @staticmethod
-    def _contract(value: Tensor, weight: Tensor, out: Tensor, parts: list[filtering.Part] | None) -> None:
+    def _contract(self, value: Tensor, weight: Tensor, out: Tensor, parts: list[filtering.Part] | None) -> None:
         if parts is not None:
-            filtering.contract(parts, value, weight, out)
+            filtering.contract(parts, value, weight, out, self._weight_sums)
         elif out.dtype == value.dtype:
             torch.mm(value, weight, out=out)
         else:

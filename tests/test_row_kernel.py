@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -298,6 +299,26 @@ def test_offsets_are_wide() -> None:
     text = case("gradient", 2, 75, torch.bfloat16).kernel().source
     assert "row = tl.program_id(0).to(tl.int64)" in text
     assert "before = row * 75" in text
+
+
+@once
+@pytest.mark.parametrize("name", ["clipped", "two heads"])
+def test_kernels_compile_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes no GPU; the interpreter is less strict about types."""
+    triton = pytest.importorskip("triton", reason="needs triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setattr(launch, "TILE", Tile(4096, 8))
+    kernel = case(name, 2, 150016, torch.bfloat16).kernel()
+    function = kernel.function
+    types = {p.name: p.annotation for p in function.params}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(function.params) if p.name.startswith("Z")}
+    made = ASTSource(fn=function, signature=types, constexprs={}, attrs=aligned)
+    options = {"num_warps": kernel.tile.warps, "debug": True, "sanitize_overflow": False, "enable_fp_fusion": False}
+    text = triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "ex2.approx" in text
+    assert len(re.findall(r"ld\.global\S*\.v4", text)) >= 2 * len(kernel.plan.passes)  # 128 bits at a time
 
 
 UNFIT = {
