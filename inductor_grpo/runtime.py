@@ -247,12 +247,15 @@ class _Loop:
         for position, sink in sinks:
             if sink.kind == "contract":
                 result = cast(Tensor, outputs[position])[start:stop]
-                if packing is None:
-                    self._contract(value, self.whole[sink.input], result, parts)
+                target = result
+                if packing is not None:
+                    target = self._empty((value.shape[0], result.shape[1]), result.dtype)
+                if parts is None:
+                    self._contract(value, self.whole[sink.input], target)
                 else:
-                    packed = self._empty((value.shape[0], result.shape[1]), result.dtype)
-                    self._contract(value, self.whole[sink.input], packed, parts)
-                    result.zero_().index_copy_(0, packing.order, packed)
+                    filtering.contract(parts, value, self.whole[sink.input], target, self._weight_sums)
+                if packing is not None:
+                    result.zero_().index_copy_(0, packing.order, target)
             elif sink.kind == "total":
                 sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
             elif parts is not None:
@@ -298,10 +301,9 @@ class _Loop:
     def _width(self, sink: Sink) -> int:
         return self.whole[sink.input].shape[0] if sink.kind == "contract" else columns(sink, self.syms)
 
-    def _contract(self, value: Tensor, weight: Tensor, out: Tensor, parts: list[filtering.Part] | None) -> None:
-        if parts is not None:
-            filtering.contract(parts, value, weight, out, self._weight_sums)
-        elif out.dtype == value.dtype:
+    @staticmethod
+    def _contract(value: Tensor, weight: Tensor, out: Tensor) -> None:
+        if out.dtype == value.dtype:
             torch.mm(value, weight, out=out)
         else:
             out.copy_(torch.mm(value, weight))
