@@ -185,6 +185,8 @@ def test_uuid_covers_settings_environment_and_sources(monkeypatch: pytest.Monkey
         {"max_rewrites": 1},
         {"codegen": "eager"},
         {"generalise": False},
+        {"row_kernel": "on"},
+        {"filter_eps": 0.25},
     ]
     assert len(changes) == 1 + len(config._PARSERS)
     uuids = [RewritePass(Settings(**change)).uuid() for change in changes]
