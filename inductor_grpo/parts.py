@@ -116,8 +116,11 @@ class Wholes:
         base = node_arg(parts.nodes[0], 0)
         if any(arg(n, 1, "dim") % len(shape(base)) != 0 for n in parts.nodes):
             return None
-        in_order = [arg(n, 2, "index") for n in parts.nodes] == list(range(len(parts.nodes)))
-        return base if in_order and same(shape(base)[0], len(parts.nodes)) else None
+        count = len(parts.nodes)
+        if [arg(n, 2, "index") for n in parts.nodes] != list(range(count)):
+            return None
+        # Labels may have a number of sequences of their own, of which the loop over the logits reads the first.
+        return base if same(shape(base)[0], count) else self.builder.slice(base, 0, 0, count)
 
     def _operand(self, parts: Parts, place: int) -> Any:
         """An operand of the whole, broadcast against it as the parts' operands are; None where there is none."""

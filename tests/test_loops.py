@@ -50,6 +50,12 @@ def a_sequence_at_a_time(hidden, weight, labels, old, mask):
 
 
 @loop(B, T)
+def sequences_by_their_number(hidden, weight, labels, old, mask):
+    logits = F.linear(hidden, weight)
+    return ratio(torch.stack([selected(logits[i], labels[i]) for i in range(logits.shape[0])]), old, mask)
+
+
+@loop(B, T)
 def sequences_as_slices(hidden, weight, labels, old, mask):
     logits = F.linear(hidden, weight)
     return ratio(torch.cat([selected(logits[i : i + 1], labels[i : i + 1]) for i in range(B)]), old, mask)
