@@ -165,6 +165,8 @@ class Loops:
 
     def _sum_of_writes(self, node: fx.Node) -> fx.Node | None:
         """A sum of gradients that are zero outside of their piece."""
+        if node.kwargs:
+            return None  # one of them times a number
         terms, work = [], [node]
         while work:
             term = work.pop()

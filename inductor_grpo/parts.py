@@ -26,6 +26,8 @@ _ALONG_A_DIM = {
     aten._log_softmax.default, aten.cumsum.default, aten.slice.Tensor,
 }  # fmt: skip
 VIEWS = (aten.view.default, aten.reshape.default)
+_OF_SIZES = (*VIEWS, aten.expand.default)
+"""Whose second argument is a size: pieces may differ in it."""
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 
 
@@ -97,6 +99,8 @@ class Wholes:
             return None
         if is_pointwise(target):
             return self._pointwise(parts)
+        if target not in _OF_SIZES and any(repr(n.args[1:2]) != repr(first.args[1:2]) for n in parts.nodes):
+            return None  # along other dimensions in each piece
         if target in _REDUCTIONS:
             return self._reduction(parts)
         if target in _ALONG_A_DIM:

@@ -15,7 +15,20 @@ import torch.fx as fx
 
 from ._compat import fxgraph
 from .depth import after_tangent
-from .graph import GraphBuilder, arg, aten, is_one, is_tensor, map_args, node_arg, same_sizes, shape, target_of, value
+from .graph import (
+    GraphBuilder,
+    arg,
+    aten,
+    is_one,
+    is_tensor,
+    map_args,
+    node_arg,
+    prims,
+    same_sizes,
+    shape,
+    target_of,
+    value,
+)
 from .heads import Head
 from .parts import VIEWS
 from .rules import is_pointwise
@@ -152,6 +165,8 @@ def _end(b: GraphBuilder, node: fx.Node, members: list[fx.Node], dim: int) -> fx
     if target_of(node) is aten.select.int:
         result, keeps = members[arg(node, 2, "index")], False
     else:
+        if value(members[0]).dtype != value(node).dtype:  # a sum of booleans counts
+            members = [b.call(prims.convert_element_type.default, m, value(node).dtype) for m in members]
         combine: Callable[[fx.Node, fx.Node], fx.Node] = functools.partial(b.call, _COMBINE[target_of(node)])
         result, keeps = functools.reduce(combine, members), len(shape(node)) == len(shape(node.args[0]))
     result.meta.setdefault("stack_trace", node.meta.get("stack_trace"))

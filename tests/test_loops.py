@@ -213,11 +213,39 @@ def rows_of_one_column(hidden, weight, labels, old, mask):
     return weighted(torch.cat(parts), old, mask)
 
 
+def labels_along_another_dimension(hidden, weight, labels, old, mask):
+    """The second block is gathered from down its columns."""
+    logits = hidden @ weight.t()
+    index = labels[:7, None] % 7
+    return (torch.cat([logits[:7].gather(1, index), logits[7:14].gather(0, index), logits[14:].gather(1, index)])).sum()
+
+
+def sums_along_another_dimension(hidden, weight, labels, old, mask):
+    logits = hidden @ weight.t()
+    running = torch.cat([block.cumsum(1 - i % 2) for i, block in enumerate(logits.split(7))])
+    return weighted(running[:, 3], old, mask)
+
+
+def squares_turned_in_turn(hidden, weight, labels, old, mask):
+    """Square pieces, of which one is transposed."""
+    squares = (hidden @ weight.t())[:, :7].split(7)
+    return weighted(torch.cat([squares[0], squares[1].t(), squares[2]]).logsumexp(-1), old, mask)
+
+
+def buffers_added_with_a_factor(hidden, weight, labels, old, mask):
+    logits = hidden @ weight.t()
+    first, second = torch.zeros(N), torch.zeros(N)
+    first[:10] = selected(logits[:10], labels[:10])
+    second[10:] = selected(logits[10:], labels[10:])
+    return weighted(torch.add(first, second, alpha=3), old, mask)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         some_rows, out_of_order, other_labels, one_block_is_different, overlapping, blocks_that_share_a_maximum,
-        rows_of_one_column,
+        rows_of_one_column, labels_along_another_dimension, sums_along_another_dimension, squares_turned_in_turn,
+        buffers_added_with_a_factor,
     ],
 )  # fmt: skip
 def test_what_is_no_whole_loop_is_right(function: Loss) -> None:

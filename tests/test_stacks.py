@@ -39,6 +39,24 @@ def best_of_three(h: Tensor, w: Tensor, teacher: Tensor, head: Tensor, y: Tensor
     return F.cross_entropy(torch.stack([a, b, (a + b) / 2], -1).amax(-1), y, reduction="none")
 
 
+def best_of_three_with_ties(h: Tensor, w: Tensor, teacher: Tensor, head: Tensor, y: Tensor) -> Tensor:
+    """Ties share the gradient: the backward counts them, which is a sum of booleans."""
+    a, b = h @ w.T, teacher @ head.T
+    return F.cross_entropy(torch.stack([a, a, b]).amax(0), y, reduction="none")
+
+
+def votes(h: Tensor, w: Tensor, teacher: Tensor, head: Tensor, y: Tensor) -> Tensor:
+    """Booleans added up are a number."""
+    p, q = log_probs(h, w), log_probs(teacher, head)
+    return (torch.stack([p > -3, q > -3, p > -4]).sum(0) * p).sum(-1)
+
+
+def votes_of_bytes(h: Tensor, w: Tensor, teacher: Tensor, head: Tensor, y: Tensor) -> Tensor:
+    """The sum of bytes is larger than a byte."""
+    p, q = log_probs(h, w), log_probs(teacher, head)
+    return (torch.stack([(p > -3).to(torch.uint8) * 200, (q > -3).to(torch.uint8) * 200]).sum(0) * p).sum(-1)
+
+
 def arguments(dtype: torch.dtype) -> tuple[Any, ...]:
     """hidden [T,H], weight [V,H], the same of a second head without gradients, labels [T]."""
     return (
@@ -50,8 +68,11 @@ def arguments(dtype: torch.dtype) -> tuple[Any, ...]:
     )
 
 
+FUNCTIONS = [jensen_shannon, mixture_of_probs, best_of_three, best_of_three_with_ties, votes, votes_of_bytes]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("function", [jensen_shannon, mixture_of_probs, best_of_three])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_stack(function: Callable[..., Any], dtype: torch.dtype) -> None:
     harness.check(function, arguments(dtype))
 
