@@ -150,7 +150,7 @@ def inductor_grpo(
     settings = config.current().with_options(ours)
     patches = hooks.resolve_options(mode, theirs)
     frame = generalise.before(gm, patches) if settings.generalise and _can_rewrite() else None
-    return _compile(gm, example_inputs, settings, patches, frame=frame)
+    return _compile(gm, generalise.arguments(frame, example_inputs), settings, patches, frame=frame)
 
 
 inductor_grpo.reset = hooks.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

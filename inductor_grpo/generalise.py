@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ log = logging.getLogger("inductor_grpo")
 
 try:
     from inductor_grpo import tokens
-    from inductor_grpo._compat import frames, hooks, retrace
+    from inductor_grpo._compat import frames, hooks, retrace, size_arguments
     from inductor_grpo._compat.frames import Broken, Frame, Input
     from inductor_grpo._compat.retrace import Marks, Step
 
@@ -71,6 +71,17 @@ def before(gm: Any, patches: Mapping[str, Any]) -> Frame | None:
     if step is not None:
         retrace.restart(frame, step)
     return frame
+
+
+def arguments(frame: Frame | None, example_inputs: Sequence[Any]) -> Sequence[Any]:
+    """The inputs with which the graph is to be compiled: the sizes that it takes again and again are taken once."""
+    if frame is None or frame.state is None or frame.state.name != "unbacked":
+        return example_inputs
+    try:
+        return size_arguments.drop_repeated(frame.output.graph, frame.gm, example_inputs)
+    except Exception:  # a surprise in what is private
+        log.debug("sizes stay arguments", exc_info=True)
+        return example_inputs
 
 
 def after(frame: Frame | None) -> None:

@@ -314,12 +314,13 @@ def test_without_it_the_counts_are_those_of_stock(how: str, monkeypatch: pytest.
     assert graphs() == stock > 1
 
 
-@pytest.mark.parametrize("name", ["inputs", "settle", "float_symbols"])
+@pytest.mark.parametrize("name", ["inputs", "settle", "float_symbols", "_find"])
 def test_a_surprise_in_what_is_private_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def surprise(self: object) -> None:
+    def surprise(*_: object) -> None:
         raise AttributeError("torch has changed")
 
-    monkeypatch.setattr(generalise.Frame, name, surprise)
+    owner = generalise.size_arguments if name == "_find" else generalise.Frame
+    monkeypatch.setattr(owner, name, surprise)
     call = compiled(seam)
     for tokens, segments in STEPS:
         assert_as_eager(seam, call, packed(tokens, segments), (tokens, segments))
@@ -405,6 +406,36 @@ def test_wrong_sizes_raise_what_eager_raises() -> None:
     with pytest.raises(RuntimeError) as ours:
         call(*args)
     assert "64" in str(eager.value) and "64" in str(ours.value) and "63" in str(ours.value)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 6])
+def test_each_size_is_checked_though_one_is_passed(place: int) -> None:
+    call = compiled(seam)
+    call(*packed(64, 5))
+    args = packed(64, 5)
+    args[place] = args[place].detach()[:63]
+    with pytest.raises(RuntimeError):
+        seam(*args)
+    with pytest.raises(RuntimeError, match="63"):
+        call(*args)
+    assert_as_eager(seam, call, packed(63, 4), 63)
+
+
+def test_a_step_reads_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one length have it once: reading it is most of what a symbol costs at a call."""
+    read: list[int] = []
+    original = torch._dynamo.utils.call_size
+
+    def call_size(x: Any, i: int) -> int:
+        read.append(i)
+        return original(x, i)
+
+    monkeypatch.setattr(torch._dynamo.utils, "call_size", call_size)
+    call = compiled(seam)
+    call(*packed(64, 5))
+    read.clear()
+    assert_as_eager(seam, call, packed(65, 4), "the next length")
+    assert len(read) <= 1 and graphs() == 1
 
 
 def test_an_error_of_the_function_is_its_own() -> None:
