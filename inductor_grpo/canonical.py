@@ -104,18 +104,25 @@ def program_text(program: str) -> str:
     out += [_short_source(data[part]) for part in ("body", "tile", "finish") if part in data]
     if "results" in data:
         out.append("statistics: " + ", ".join(data["results"]))
-    for call in data.get("calls", ()):
-        arguments = [str(a) for a in call["args"]] + [f"{k}={v}" for k, v in call["kwargs"]]
-        out.append(
-            f"%{call['name']} : {call['dtype']} = {call['target'].removesuffix('.default')}({', '.join(arguments)})"
-        )
-    for key, what in (("sums", "sum per segment"), ("totals", "sum of all tokens")):
-        out += [f"keep {what}: %{name}" for name in data.get(key, ())]
+    out += [_call_text(call) for call in data.get("calls", ())]
+    if data.get("after"):
+        out += [f"keep sum per segment: %{name}" for name in data["sums"]]
+        out += [f"%z{place} = sum of all tokens: %{name}" for place, name in enumerate(data["totals"])]
+        out += [_call_text(call) for call in data["after"]]
+        out += [f"keep number: %{name}" for name in data["finals"]]
+    else:
+        for key, what in (("sums", "sum per segment"), ("totals", "sum of all tokens")):
+            out += [f"keep {what}: %{name}" for name in data.get(key, ())]
     for sink in data.get("sinks", ()):
         operand = f", operand {sink['operand']}" if sink["operand"] is not None else ""
         sums = f", summed in {sink['accumulate']}" if sink["kind"] in ("outer", "outer_t", "total") else ""
         out.append(f"keep {sink['kind']}: value {sink['value']}{operand}, {sink['columns']} x {sink['dtype']}{sums}")
     return "\n".join(out)
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    arguments = [str(a) for a in call["args"]] + [f"{k}={v}" for k, v in call["kwargs"]]
+    return f"%{call['name']} : {call['dtype']} = {call['target'].removesuffix('.default')}({', '.join(arguments)})"
 
 
 _NOISE = re.compile(

@@ -244,6 +244,6 @@ def test_a_cuda_graph_does_not_keep_a_number_of_the_host() -> None:
     written = terms.Terms.__new__(terms.Terms)
     written.ids = terms.Ids(ids)
     assert value(number).device != value(ids).device
-    assert not written._is_frozen(number)
+    assert not written.is_frozen(number)
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        assert written._is_frozen(number)
+        assert written.is_frozen(number)

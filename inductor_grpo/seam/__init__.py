@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from .._compat import fxgraph
+from .._compat import fxgraph, lookups
 from ..config import Settings
 from ..depth import after_tangent
 from ..graph import GraphBuilder, args_of, aten, shape, target_of, value
@@ -22,7 +22,7 @@ from . import launch
 from .hoist import Hoist
 from .recompute import is_cheap, recompute_token_terms
 from .spellings import normalise_sums
-from .stages import Stage, emit_stage, plan_stages
+from .stages import Stage, emit_stages, plan_stages
 from .sums import Ids, Sum, find_sums, gathered, ids_of
 
 NAME = "segment_sums"
@@ -46,11 +46,12 @@ def fuse_seams(graph: fx.Graph, settings: Settings, rewrites: int) -> Report:
             sums[place] = _without_tangent(builder, s, late)
     fxgraph.sort_topologically(graph)
     fused = value(sums[0].node).device.type in FUSED_DEVICES
-    stages = plan_stages(graph, sums, after_tangent(graph), with_totals=fused)
-    for stage in stages:
-        emit_stage(builder, stage, _supported() if fused else _nothing)
+    late = after_tangent(graph)
+    stages = plan_stages(graph, sums, late, with_totals=fused)
+    emit_stages(builder, stages, _supported() if fused else _nothing, late)
     fxgraph.sort_topologically(graph)
     _write_inputs_last(graph)
+    lookups.own_tables(graph)
     graph.eliminate_dead_code()
     if fused:
         recompute_token_terms(graph, [stage.tokens for stage in stages], after_tangent(graph))

@@ -60,15 +60,19 @@ class TermWriter:
         self.sums = [held(accumulator(program.dtype_of(name))) for name in program.sums]
         self.totals = [held(accumulator(program.dtype_of(name))) for name in program.totals]
         self.uses_ids = bool(program.sums or program.segments)
-        self.ints = sorted({x for c in program.calls for x in c.args if isinstance(x, str) and x.startswith("%n")})
+        self.ints = program.ints
 
     def inputs(self) -> list[str]:
         program = self.program
-        found = [f"T{k}: '*{pointed(d)}'" for k, d in enumerate(program.tokens)]
-        found += [f"IDS: '*{pointed(str(self.variant.ids).removeprefix('torch.'))}'"]
-        found += [f"G{k}: '*{pointed(d)}'" for k, d in enumerate(program.segments)]
-        for k, (d, host) in enumerate(zip(program.scalars, self.variant.host_scalars, strict=True)):
-            found.append(f"s{k}: '{host_type(getattr(torch, d))}'" if host else f"S{k}: '*{pointed(d)}'")
+
+        def dtypes(names: Sequence[str]) -> list[torch.dtype]:
+            return [getattr(torch, name) for name in names]
+
+        found = [f"T{k}: '*{pointed(d)}'" for k, d in enumerate(dtypes(program.tokens))]
+        found += [f"IDS: '*{pointed(self.variant.ids)}'"]
+        found += [f"G{k}: '*{pointed(d)}'" for k, d in enumerate(dtypes(program.segments))]
+        for k, (d, host) in enumerate(zip(dtypes(program.scalars), self.variant.host_scalars, strict=True)):
+            found.append(f"s{k}: '{host_type(d)}'" if host else f"S{k}: '*{pointed(d)}'")
         return found + [f"n{x[2:]}: 'i64'" for x in self.ints]
 
     def terms(self, inputs: Sequence[str]) -> list[str]:
@@ -90,10 +94,7 @@ class TermWriter:
             values[f"%t{k}"] = self._read(body, f"t{k}", f"tl.load(T{k} + at, mask=live, other=0)", d, True)
         for k, d in enumerate(program.segments):
             values[f"%g{k}"] = self._read(body, f"g{k}", f"tl.load(G{k} + i, mask=live, other=0)", d, True)
-        for k, (d, host) in enumerate(zip(program.scalars, self.variant.host_scalars, strict=True)):
-            values[f"%s{k}"] = self._read(body, f"s{k}", f"s{k}" if host else f"tl.load(S{k})", d, False)
-        for name in self.ints:
-            values[name] = Value(f"{name[1:]}.to(tl.int64)", torch.int64, False, wrapped=True)
+        self._read_scalars(body, values)
         for call in program.calls:
             body.append(f"{call.name} = {expression(call, values)}")
             values[f"%{call.name}"] = result(call, values)
@@ -105,6 +106,31 @@ class TermWriter:
                 returned.append(f"{kind}{k}")
         body.append(f"return {', '.join(returned)}{',' if len(returned) == 1 else ''}")
         return ["@triton.jit", f"def terms(at, live, {', '.join(inputs)}, count):", *indent(body), "", ""]
+
+    def store_results(self, totals: Sequence[str]) -> list[str]:
+        """What is computed and stored once all totals are known, as these texts."""
+        program = self.program
+        values: dict[str, Value] = {}
+        body: list[str] = []
+        if program.after:
+            self._read_scalars(body, values)
+        for k, text in enumerate(totals):
+            body.append(f"z{k} = {text}")
+            values[f"%z{k}"] = Value(f"z{k}", program.dtype_of(f"z{k}"), False)
+        for call in program.after:
+            body.append(f"{call.name} = {expression(call, values)}")
+            values[f"%{call.name}"] = result(call, values)
+        for k, name in enumerate(program.returned):
+            value = values[f"%{name}"]
+            byte = ".to(tl.int8)" if value.dtype == torch.bool else ""
+            body.append(f"tl.store(RESULT{k}, {value.text}{byte})")
+        return body
+
+    def _read_scalars(self, body: list[str], values: dict[str, Value]) -> None:
+        for k, (d, host) in enumerate(zip(self.program.scalars, self.variant.host_scalars, strict=True)):
+            values[f"%s{k}"] = self._read(body, f"x{k}", f"s{k}" if host else f"tl.load(S{k})", d, False)
+        for name in self.ints:
+            values[name] = Value(f"{name[1:]}.to(tl.int64)", torch.int64, False, wrapped=True)
 
     def _read(self, body: list[str], name: str, text: str, dtype: str, per_token: bool) -> Value:
         kind = held(getattr(torch, dtype))
@@ -143,11 +169,11 @@ def host_type(dtype: torch.dtype) -> str:
     return "fp64" if dtype == torch.float64 else "fp32" if dtype.is_floating_point else "i64"
 
 
-def pointed(dtype: str) -> str:
-    """The type that an input of ``dtype`` points to.  Raises Unsupported."""
-    found = POINTED.get(getattr(torch, dtype))
+def pointed(dtype: torch.dtype) -> str:
+    """The type that a pointer to ``dtype`` points to.  Raises Unsupported."""
+    found = POINTED.get(dtype)
     if found is None:
-        raise Unsupported(f"an input of {dtype}")
+        raise Unsupported(f"an input of {str(dtype).removeprefix('torch.')}")
     return found
 
 

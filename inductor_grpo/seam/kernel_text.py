@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inductor_grpo.seam.kernel_terms import POINTED, TermWriter, indent
-from inductor_grpo.seam.program import accumulator
+from inductor_grpo.seam.kernel_terms import TermWriter, indent, pointed
 
 _FEW = 8  # a gap of so many segments is small
 _DISORDER = 1000  # a larger finding than any gap: the id before is the larger
@@ -17,11 +16,9 @@ class Writer(TermWriter):
 
     def text(self) -> str:
         inputs = self.inputs()
-        outputs = [
-            f"{kind}{k}: '*{POINTED[accumulator(self.program.dtype_of(name))]}'"
-            for kind, names in (("SUM", self.program.sums), ("TOTAL", self.program.totals))
-            for k, name in enumerate(names)
-        ]
+        names = [f"SUM{k}" for k in range(len(self.sums))]
+        names += [f"RESULT{k}" for k in range(len(self.program.returned))]
+        outputs = [f"{n}: '*{pointed(d)}'" for n, d in zip(names, self.program.output_dtypes(), strict=True)]
         rest = ["WORK: '*i64'", "TICKET: '*i64'", "tokens: 'i32'", "count: 'i32'", "blocks: 'i32'"]
         parameters = [*inputs, *outputs, *rest]
         names = [p.partition(":")[0] for p in parameters]
@@ -66,7 +63,7 @@ class Writer(TermWriter):
         if self.sums:
             lines += self._gaps()
         if single:
-            lines += [f"tl.store(TOTAL{k}, part{k})" for k in range(len(self.totals))]
+            lines += self.store_results([f"part{k}" for k in range(len(self.totals))])
             if self.sums:
                 again = ["tl.debug_barrier()", *self._zero(), "tl.debug_barrier()", *self._add("")]
                 lines += ["if bad > 0:", *indent(again)]
@@ -240,7 +237,7 @@ class Writer(TermWriter):
                     f"carry{k} = tl.sum(tl.where(piece == {pieces - 1}, joined{k}, tl.full([], 0, {t})), 0)",
                 ]
         lines += [f"for c in range(0, blocks, {pieces}):", *indent(loop)]
-        lines += [f"tl.store(TOTAL{k}, tl.sum(all{k}, 0))" for k in range(len(self.totals))]
+        lines += self.store_results([f"tl.sum(all{k}, 0)" for k in range(len(self.totals))])
         if not self.sums:
             return [*lines, "tl.store(TICKET, tl.full([], 0, tl.int64))"]
         # Opening the counter of tiles lets in the blocks that wait; its upper half says how many take part.

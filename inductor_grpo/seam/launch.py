@@ -11,7 +11,8 @@ from torch import Tensor
 
 from inductor_grpo._compat.allocation import empty_cuda
 from inductor_grpo.seam import expressions, kernel_scratch, kernels
-from inductor_grpo.seam.program import SegmentProgram, accumulator
+from inductor_grpo.seam.program import SegmentProgram
+from inductor_grpo.seam.reference import reference
 
 
 def supported(target: str) -> bool:
@@ -77,10 +78,11 @@ def run(
     """Runs a segment program with one kernel, on the current stream of the ids' device and without waiting for it.
 
     ``tokens`` ``[N]`` and ``segments`` ``[S]`` have the dtypes that the program names; ``ids`` ``[N]`` is int32 or
-    int64; ``scalars`` are 0-dim, there or on the CPU; S is ``count``.  Returns the sums ``[S]`` and then the totals,
-    0-dim, in ``accumulator(dtype)``.  For sorted ids the results repeat bit for bit; for unsorted ids the sums are
-    added by atomics in no fixed order.  An id outside of ``[0, S)`` (``[-S, S)`` if the program wraps) trips an
-    assertion on the device, as it does in eager.  Raises ``Unsupported`` for programs without a kernel.
+    int64; ``scalars`` are 0-dim, there or on the CPU; S is ``count``.  Returns the sums
+    ``[S]`` in ``accumulator(dtype)`` and then the program's 0-dim results.  For sorted ids they repeat bit for bit; for
+    unsorted ids the sums are added by atomics in no fixed order.  An id outside of ``[0, S)`` (``[-S, S)`` if the
+    program wraps) trips an assertion on the device, as it does in eager.  Raises ``Unsupported`` for programs without a
+    kernel.
     """
     device = ids.device
     host = tuple([s.device.type == "cpu" and device.type != "cpu" for s in scalars])
@@ -90,26 +92,26 @@ def run(
 
 @functools.lru_cache(maxsize=4096)
 def _launch(text: str, ids: torch.dtype, host: tuple[bool, ...], device: torch.device) -> _Launch:
-    return _Launch(SegmentProgram.from_text(text), ids, host, device)
+    return _Launch(text, ids, host, device)
 
 
 class _Launch:
     """One program on one device: its kernels by tile, compiled at their first launch."""
 
-    def __init__(self, program: SegmentProgram, ids: torch.dtype, host: tuple[bool, ...], device: torch.device) -> None:
+    def __init__(self, text: str, ids: torch.dtype, host: tuple[bool, ...], device: torch.device) -> None:
         if ids not in (torch.int32, torch.int64):
             raise expressions.Unsupported(f"ids of {ids}")
-        self.program, self.ids, self.host, self.device = program, ids, host, device
+        program = SegmentProgram.from_text(text)
+        self.text, self.program, self.ids, self.host, self.device = text, program, ids, host, device
         named = [[getattr(torch, d) for d in x] for x in (program.tokens, program.segments, program.scalars)]
         self.dtypes = [*named[0], ids, *named[1], *named[2]]
         scalars = range(len(self.dtypes) - len(host), len(self.dtypes))
         self.on_host = [k for k, at_host in zip(scalars, host, strict=True) if at_host]
-        self.sums = [accumulator(program.dtype_of(name)) for name in program.sums]
-        self.totals = [accumulator(program.dtype_of(name)) for name in program.totals]
+        outputs = program.output_dtypes()
+        self.sums, self.results = outputs[: len(program.sums)], outputs[len(program.sums) :]
         self.slots = kernels.work_slots(program)
         self.kernels: dict[tuple[kernels.Tile, bool], _Kernel] = {}
-        used = {x for c in program.calls for x in c.args if isinstance(x, str) and x.startswith("%n")}
-        self.ints = [int(x[2:]) for x in sorted(used)]
+        self.ints = [int(x[2:]) for x in program.ints]
         self.flat = len(program.tokens) + 1
 
     def __call__(
@@ -123,8 +125,7 @@ class _Launch:
     ) -> list[Tensor]:
         number = ids.numel()
         if number == 0:
-            sums = [torch.zeros(count, dtype=d, device=self.device) for d in self.sums]
-            return sums + [torch.zeros((), dtype=d, device=self.device) for d in self.totals]
+            return reference(self.text, tokens, ids, segments, scalars, ints, count)
         if number >= 2**31 or count >= 2**31:
             raise ValueError("more tokens or segments than a 32-bit integer counts")
         inputs = [*tokens, ids, *segments, *scalars]
@@ -142,7 +143,7 @@ class _Launch:
         number = inputs[self.flat - 1].numel()
         tile = tile_of(number)
         blocks = -(-number // tile.tokens)
-        outputs = [empty_cuda((count,), d) for d in self.sums] + [empty_cuda((), d) for d in self.totals]
+        outputs = [empty_cuda((count,), d) for d in self.sums] + [empty_cuda((), d) for d in self.results]
         pointers: list[int | float] = [x.data_ptr() for x in inputs]
         for k in self.on_host:
             pointers[k] = inputs[k].item()
@@ -160,7 +161,7 @@ class _Launch:
         number = inputs[self.flat - 1].numel()
         tile = tile_of(number)
         blocks = -(-number // tile.tokens)
-        outputs = [torch.empty(count, dtype=d) for d in self.sums] + [torch.empty((), dtype=d) for d in self.totals]
+        outputs = [torch.empty(count, dtype=d) for d in self.sums] + [torch.empty((), dtype=d) for d in self.results]
         scratch = torch.empty(self.slots * (blocks + 15), dtype=torch.int64)
         ticket = torch.zeros(kernels.TICKET_WORDS, dtype=torch.int64)
         kernel = self._kernel(tile, blocks == 1)

@@ -45,6 +45,9 @@ class SegmentProgram:
 
     A call whose inputs are scalars gives a scalar; summed, it counts once a token.
     ``wraps``  whether a negative id counts from the end, as in indexing; otherwise it is an error, as in index_add
+    ``after``  calls on 0-dim values once the totals are known: ``%z<i>`` (``totals[i]``, in its accumulator's dtype),
+               scalars, ints and the calls of ``after`` before it
+    ``finals``  names of 0-dim values that are outputs; None for all totals
     """
 
     tokens: tuple[str, ...]
@@ -54,6 +57,22 @@ class SegmentProgram:
     sums: tuple[str, ...]
     totals: tuple[str, ...]
     wraps: bool = False
+    after: tuple[Call, ...] = ()
+    finals: tuple[str, ...] | None = None
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the 0-dim outputs, which come after the sums."""
+        return tuple(f"z{i}" for i in range(len(self.totals))) if self.finals is None else self.finals
+
+    @property
+    def ints(self) -> list[str]:
+        """The integers that are read, as "%n0", in order."""
+        return sorted({x for c in (*self.calls, *self.after) for x in c.args if isinstance(x, str) and x[:2] == "%n"})
+
+    def output_dtypes(self) -> list[torch.dtype]:
+        """Of the sums and then of the 0-dim outputs."""
+        return [accumulator(self.dtype_of(name)) for name in self.sums] + [self.dtype_of(n) for n in self.returned]
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
@@ -64,20 +83,26 @@ class SegmentProgram:
     def from_text(text: str) -> SegmentProgram:
         """Reads what :meth:`to_text` wrote."""
         data = json.loads(text)
-        calls = tuple(
-            Call(c["name"], c["target"], tuple(map(_frozen, c["args"])), tuple(map(_frozen, c["kwargs"])), c["dtype"])
-            for c in data["calls"]
-        )
+
+        def calls(key: str) -> tuple[Call, ...]:
+            return tuple(
+                Call(c["name"], c["target"], _frozen(c["args"]), _frozen(c["kwargs"]), c["dtype"]) for c in data[key]
+            )
+
         names = {key: tuple(data[key]) for key in ("tokens", "segments", "scalars", "sums", "totals")}
-        return SegmentProgram(calls=calls, wraps=data["wraps"], **names)
+        finals = None if data["finals"] is None else tuple(data["finals"])
+        return SegmentProgram(calls=calls("calls"), wraps=data["wraps"], after=calls("after"), finals=finals, **names)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a value, without its ``%``."""
         kind, place = name[0], name[1:]
         if kind == "n":
             return torch.int64
+        if kind == "z":
+            return accumulator(self.dtype_of(self.totals[int(place)]))
         inputs = {"t": self.tokens, "g": self.segments, "s": self.scalars}
-        found = inputs[kind][int(place)] if kind in inputs else next(c.dtype for c in self.calls if c.name == name)
+        calls = (*self.calls, *self.after)
+        found = inputs[kind][int(place)] if kind in inputs else next(c.dtype for c in calls if c.name == name)
         return getattr(torch, found)
 
 

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from .._compat.collectives import is_collective
 from ..graph import GraphBuilder, Size, args_of, aten, is_one, numel, prims, same, shape, target_of, value
+from .epilogue import Epilogue, descendants
 from .ops import segments
 from .program import accumulator
 from .sums import Ids, Sum, gathered
@@ -129,26 +130,43 @@ def _attach(total: fx.Node, level: int, late: bool, stages: list[Stage]) -> None
             return
 
 
-def emit_stage(builder: GraphBuilder, stage: Stage, supported: Callable[[str], bool]) -> None:
-    """Replaces the sums and totals of a stage by one call."""
+def emit_stages(
+    builder: GraphBuilder, stages: list[Stage], supported: Callable[[str], bool], late: set[fx.Node]
+) -> None:
+    """Replaces the sums and totals of each stage by one call; ``late`` are the nodes of the backward."""
+    for place, stage in enumerate(stages):
+        _emit(builder, stage, supported, stages[place:], late)
+
+
+def _emit(
+    builder: GraphBuilder, stage: Stage, supported: Callable[[str], bool], left: list[Stage], late: set[fx.Node]
+) -> None:
     terms = Terms(builder, stage.ids, stage.tokens, stage.count, supported, stage.negative)
     names = [terms.token(_widened(builder, _per_token(builder, s, stage.tokens))) for s in stage.sums]
     counted = [i for i, s in enumerate(stage.sums) if s.mean is not None]
     if counted:
         like = stage.sums[counted[0]].values
         names.append(terms.token(builder.full(shape(like), 1, torch.float32, value(like).device)))
-    totals = [terms.token(_as_totalled(builder, t)) for t in stage.totals]
+    totals = {t: terms.token(_as_totalled(builder, t)) for t in stage.totals}
     wraps = all(s.wraps for s in stage.sums)
-    program = terms.program(list(dict.fromkeys(names)), list(dict.fromkeys(totals)), wraps)
+    waiting = descendants([n for s in left for n in (*(x.node for x in s.sums), *s.totals)])
+    epilogue = Epilogue(
+        terms, totals, waiting, lambda n: (n in late) == stage.late, lambda n: stage.late or n not in late
+    )
+    results = epilogue.outputs()
+    program = terms.program(list(dict.fromkeys(names)), list(dict.fromkeys(totals.values())), wraps)
+    if epilogue.calls:
+        returned = tuple(dict.fromkeys(results.values()))
+        program = dataclasses.replace(program, after=tuple(epilogue.calls), finals=returned)
     inputs = [list(terms.inputs[space]) for space in ("token", "segment", "scalar")]
     ids, count = flat_ids(builder, stage.ids), builder.dim(stage.count)
     call = builder.call(segments, inputs[0], ids, inputs[1], inputs[2], count, list(terms.ints), program.to_text())
     per_segment = {name: builder.getitem(call, i) for i, name in enumerate(program.sums)}
-    over_all = {name: builder.getitem(call, len(per_segment) + i) for i, name in enumerate(program.totals)}
+    single = {name: builder.getitem(call, len(per_segment) + i) for i, name in enumerate(program.returned)}
     for s, name in zip(stage.sums, names):
         put(s.node, _finished(builder, s, per_segment[name], per_segment[names[-1]] if counted else None))
-    for node, name in zip(stage.totals, totals):
-        put(node, builder.view(_cast(builder, over_all[name], value(node).dtype), shape(node)))
+    for node, name in results.items():
+        put(node, builder.view(single[name], shape(node)))
 
 
 def _per_token(builder: GraphBuilder, s: Sum, tokens: Size) -> fx.Node:

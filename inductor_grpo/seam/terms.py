@@ -66,6 +66,16 @@ class Terms:
         """The name of a value with one element a token."""
         return self._write(node, "token")
 
+    def scalar_input(self, node: fx.Node) -> str:
+        """The name of a value of one element, or of an int, that is computed before the call."""
+        if isinstance(value(node), torch.SymInt):
+            return self.ints.setdefault(node, f"n{len(self.ints)}")
+        return self._input(node, "scalar")
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a value that is written."""
+        return self.program([], [name], False).dtype_of(name)
+
     def program(self, sums: list[str], totals: list[str], wraps: bool) -> SegmentProgram:
         """The program whose outputs are the values of these names."""
         names: dict[Space, tuple[str, ...]] = {
@@ -125,7 +135,7 @@ class Terms:
             if not is_tensor(a):
                 return None
             if self._is_scalar(a):
-                if self._is_frozen(a):
+                if self.is_frozen(a):
                     return None
                 found.append((a, "scalar"))
             elif same_sizes(shape(a), shape(node)):
@@ -134,7 +144,7 @@ class Terms:
                 return None
         return found
 
-    def _is_frozen(self, scalar: fx.Node) -> bool:
+    def is_frozen(self, scalar: fx.Node) -> bool:
         """A number on the CPU, where a CUDA graph would keep the one that it was captured with."""
         elsewhere = value(scalar).device != value(self.ids.node).device
         return elsewhere and target_of(scalar) not in _CONSTANTS and hooks.captures_graphs()
@@ -181,7 +191,7 @@ class Terms:
 
         def named(a: fx.Node) -> str:
             if isinstance(value(a), torch.SymInt):
-                return "%" + self.ints.setdefault(a, f"n{len(self.ints)}")
+                return "%" + self.scalar_input(a)
             name = self._known[a, spaces[a]]
             if wanted is not None and value(a).dtype != wanted:
                 name = self._add("prims.convert_element_type.default", ("%" + name, str(wanted)), (), wanted)
