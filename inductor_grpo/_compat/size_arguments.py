@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 log = logging.getLogger("inductor_grpo")
 
@@ -46,6 +47,8 @@ def _find(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
     One stays in any case: without it, each tensor would be asked for its size."""
     sizes = [(node, _symbolic(node)) for node in graph.find_nodes(op="placeholder") if _is_size(node)]
     known = [(node, size._expr, size.expr) for node, size in sizes if size is not None]
+    # A symbol with a value stays bound: Inductor writes what was assumed about it once more.
+    known = [k for k in known if free_unbacked_symbols(k[1]) and free_unbacked_symbols(k[2])]
     symbols = {expr for _, expr, _ in known}
     silent = [
         node
