@@ -209,20 +209,14 @@ class Body:
         targets: Sequence[Tensor],
     ) -> list[Tensor | None] | None:
         """The step as one row kernel; None where there is none."""
-        first = self._row_kernel is None
-        if first and codegen.capturing():
-            return None  # as for a compiled variant: the next call looks again
+        first = self._row_kernel is None or not self._row_kernel.ran
+        if not self.runs_by_row(syms):
+            return None
+        assert self._row_kernel is not None
         try:
-            if first:
-                with codegen.compile_lock():
-                    self._row_kernel = self._find_row_kernel(syms)
-            assert self._row_kernel is not None
             if not self._row_kernel.holds(n, syms):
                 return None
             return self._row_kernel.run(n, logits, rows, whole, syms, targets)
-        except row_kernels.Unfit as reason:
-            self.no_row_kernel = str(reason)
-            log.info("a chunk body has no row kernel: %s", reason)
         except Exception as error:
             # A kernel that does not compile has not run: the generated body takes over.
             if not first or self.specs[0].device.type != "cuda":
@@ -230,6 +224,26 @@ class Body:
             self.no_row_kernel = f"{type(error).__name__}: {error}"
             log.warning("a row kernel does not compile, generated code is used: %s", self.no_row_kernel[:2000])
         return None
+
+    def runs_by_row(self, syms: Sequence[int]) -> bool:
+        """Whether the step is one row kernel; ``syms`` are those that the body uses."""
+        if self.no_row_kernel is not None:
+            return False
+        if self._row_kernel is None:
+            if codegen.capturing():
+                return False  # as for a compiled variant: the next call looks again
+            try:
+                with codegen.compile_lock():
+                    self._row_kernel = self._find_row_kernel(syms)
+            except row_kernels.Unfit as reason:
+                self.no_row_kernel = str(reason)
+                log.info("a chunk body has no row kernel: %s", reason)
+            except Exception as error:
+                if self.specs[0].device.type != "cuda":
+                    raise
+                self.no_row_kernel = f"{type(error).__name__}: {error}"
+                log.warning("no row kernel could be made, generated code is used: %s", self.no_row_kernel[:2000])
+        return self._row_kernel is not None
 
     def reset_row_kernel(self) -> None:
         """Looks for a row kernel again at the next run."""

@@ -21,8 +21,8 @@ name                  meaning
                       dynamic shapes of stock
 ``filter_eps``        leave columns of dlogits out of dX and dW whose elements are all below this share of the
                       largest in their row, such as 2**-12; 0: none (:mod:`inductor_grpo.filter`)
-``row_kernel``        "on": chunk bodies run as one Triton program a row where they fit (CUDA); "auto": where that
-                      was measured to be faster, which so far means off; "off"
+``row_kernel``        "on": chunk bodies run as one Triton program a row where they fit; "auto": on CUDA, where that
+                      was measured to be faster; "off"
 ``codegen``           "inductor", or "eager": run the rewritten graphs without generating code
 ====================  ===============================================================================
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from . import keep, runtime
+from . import keep, row_kernel, runtime
 from ._compat import fxgraph
 from .components import Component
 from .config import Settings
@@ -95,6 +95,9 @@ def keeps_sums(component: Component, settings: Settings) -> bool:
     sums, and where that saves a pass over them (on a CPU it would cost one)."""
     device = value(component.heads[0].node).device.type
     limit = settings.chunk_bytes or runtime.default_chunk_bytes(device)
+    if not settings.chunk_bytes and row_kernel.wanted(settings.row_kernel, device):
+        sums = sum(4 * hint(head.vocabulary) * hint(head.inner) for head in component.heads)
+        limit = runtime.one_chunk_bytes(device, sums)
     return device != "cpu" and settings.accumulate == "float32" and component.logits_bytes > limit
 
 

@@ -18,8 +18,8 @@ from inductor_grpo.program import Program, Sink
 
 MIB = 2**20
 # Bytes of one [rows, V] buffer by default, from tools/bench_rows.py.  CUDA: forward programs gain nothing beyond the
-# first number.  A weight gradient's sum is read and written once a chunk, so fewer chunks pay: the second number, or
-# as much as the cast of the sum at the end takes anyway (the buffer is gone by then), up to the third.
+# first number.  A weight gradient's sum is read and written once a chunk, so fewer chunks pay: the third number, or the
+# second where generated code has fp32 temporaries of a chunk's size.
 CPU_CHUNK_BYTES = 64 * MIB
 CUDA_CHUNK_BYTES = (256 * MIB, 640 * MIB, 1280 * MIB)
 # Logits below this are left alone by default: measured, their step takes no less memory than stock's (on an H200 at
@@ -36,6 +36,13 @@ UPCAST_BYTES = 32 * MIB
 def default_chunk_bytes(device: str) -> int:
     """Bytes of one chunk of logits that a program with gradients may take by default."""
     return CPU_CHUNK_BYTES if device == "cpu" else CUDA_CHUNK_BYTES[1]
+
+
+def one_chunk_bytes(device: str, sums: int) -> int:
+    """Bytes of logits that are one chunk by default when chunks would need sums of so many bytes in fp32.
+
+    One product needs no sum: the logits of all rows take no more memory then than a chunk's and the sum."""
+    return CPU_CHUNK_BYTES if device == "cpu" else CUDA_CHUNK_BYTES[2] + sums
 
 
 def min_logits_bytes(device: str) -> int:
@@ -151,34 +158,41 @@ class _Loop:
 
     def run(self, chunk_bytes: int) -> list[Tensor]:
         n, sinks = self.n, self.program.sinks
-        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes(), self.group)
-        single = size >= n
-        outputs: list[Tensor | None] = []
-        sums: dict[int, Sum] = {}
-        for position, sink in enumerate(sinks):
-            dims = shape(sink, self.rows, self.whole, n, self.syms)
-            if sink.kind in ("row", "contract"):
-                outputs.append(self._empty(dims, dtype(sink.dtype)))
-                continue
-            outputs.append(None)
-            kind = self._sum_dtype(sink, single)
-            fresh = self._empty(dims, kind)
-            if sink.kind == "total" or n == 0:
-                fresh.zero_()
-            sums[position] = Sum(fresh)
+        dims = [shape(sink, self.rows, self.whole, n, self.syms) for sink in sinks]
+        outputs: list[Tensor | None] = [
+            self._empty(d, dtype(sink.dtype)) if sink.kind in ("row", "contract") else None
+            for d, sink in zip(dims, sinks)
+        ]
+        sums = {
+            i: Sum(self._empty(dims[i], self._sum_dtype(sink, False)).zero_())
+            for i, sink in enumerate(sinks)
+            if sink.kind == "total"
+        }
+        widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
+        body = self._body(widths, outputs, sums)
+        size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes(body), self.group)
+        for i, sink in enumerate(sinks):
+            if sink.kind in ("outer", "outer_t"):
+                fresh = self._empty(dims[i], self._sum_dtype(sink, size >= n))
+                sums[i] = Sum(fresh if n else fresh.zero_())
         if n:
-            self._chunks(size, outputs, sums)
+            self._chunks(body, widths, size, outputs, sums)
             self.live.finish()
         for position, total in sums.items():
             result = total.tensor.to(dtype(sinks[position].dtype))
             outputs[position] = total.tensor = result  # frees the accumulator before the next cast
         return [*cast("list[Tensor]", outputs), *self.kept]
 
-    def _chunks(self, size: int, outputs: list[Tensor | None], sums: dict[int, Sum]) -> None:
+    def _chunks(
+        self,
+        body: bodies.Body,
+        widths: dict[int, int],
+        size: int,
+        outputs: list[Tensor | None],
+        sums: dict[int, Sum],
+    ) -> None:
         sinks = self.program.sinks
         buffers = [self._empty((size, width), kind) for width, kind in self.logits]
-        widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
-        body = self._body(widths, outputs, sums)
         # Summed from the buffer that holds the value: inside the body the sum would need a copy of it.
         late = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
         used_whole = [self.whole[i] for i in self.uses.whole]
@@ -274,23 +288,30 @@ class _Loop:
         widest = widest or [t.shape[1] * t.element_size() for t in self.rows]
         return max(1, max(widest, default=1))
 
-    def _default_bytes(self) -> int:
+    def _default_bytes(self, body: bodies.Body) -> int:
+        """Bytes of one chunk of logits; those of all rows, where they are one chunk."""
         if self.device.type == "cpu":
             return CPU_CHUNK_BYTES
         plain, summed, most = CUDA_CHUNK_BYTES
-        casts = [0]
-        for sink in self.program.sinks:
-            if sink.kind in ("outer", "outer_t"):
-                plain = summed
+        outer = [sink for sink in self.program.sinks if sink.kind in ("outer", "outer_t")]
+        if not outer:
+            return plain
+        if self._needs_temporaries(body):
+            return summed
+        wide = 0
+        for sink in outer:
+            kind = self._sum_dtype(sink, single=False)
+            if kind != dtype(sink.dtype):
                 height, width = shape(sink, self.rows, self.whole, self.n, self.syms)
-                if self._sum_dtype(sink, single=False) != dtype(sink.dtype) and not self._needs_temporaries():
-                    casts.append(height * width * dtype(sink.dtype).itemsize)
-        return max(plain, min(max(casts), most))
+                wide += height * width * kind.itemsize
+        everything = self.n * sum(width * kind.itemsize for width, kind in self.logits)
+        return self.n * self._row_bytes() if everything <= one_chunk_bytes(self.device.type, wide) else most
 
-    def _needs_temporaries(self) -> bool:
+    def _needs_temporaries(self, body: bodies.Body) -> bool:
         """The body reduces over the vocabulary before it can write a gradient, which takes fp32 buffers of a chunk's
-        size."""
-        return "aten.sum.dim_IntList" in self.program.body
+        size; a row kernel takes none."""
+        reduces = "aten.sum.dim_IntList" in self.program.body
+        return reduces and not body.runs_by_row([self.syms[i] for i in self.uses.syms])
 
     def _sum_dtype(self, sink: Sink, single: bool) -> torch.dtype:
         result = dtype(sink.dtype)

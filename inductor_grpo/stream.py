@@ -304,7 +304,7 @@ def emit_calls(
         if any(sink.operand is not None for sink in program.sinks):
             program = dataclasses.replace(program, filter_eps=settings.filter_eps)
         op, text, codegen = torch.ops.inductor_grpo.rows.default, program.to_text(), settings.codegen
-        codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel) else ""
+        codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel, value(draft.origin).device.type) else ""
         if (tiled := plan.tiles(draft, used, program, settings)) is not None:
             tile_program, draft.patterns = tiled
             op, text, codegen = torch.ops.inductor_grpo.tiles.default, tile_program.to_text(), settings.codegen

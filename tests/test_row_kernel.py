@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles a row, the last of them not full."""
-    monkeypatch.setattr(launch, "TILE", Tile(32, 1))
+    monkeypatch.setattr(launch, "TILE", Tile(32, 1, 3))
     bodies.clear()
 
 
@@ -309,7 +309,7 @@ def test_kernels_compile_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setattr(launch, "TILE", Tile(4096, 8))
+    monkeypatch.setattr(launch, "TILE", Tile(4096, 8, 2))
     kernel = case(name, 2, 150016, torch.bfloat16).kernel()
     function = kernel.function
     types = {p.name: p.annotation for p in function.params}

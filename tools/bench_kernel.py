@@ -1,7 +1,7 @@
 """The chunk body of a loss alone, without matmuls: as Inductor generates it, and as a row kernel with tiles of several
 widths.
 
-    python -m inductor_grpo.tools.bench_kernel --loss grpo --rows 4096 --columns 151936 --tiles 2048,4 4096,8 8192,16
+    python -m inductor_grpo.tools.bench_kernel --loss grpo --rows 4096 --columns 151936 --tiles 2048,8,1 2048,8,4
 
 *reads* is what the memory needs for the least traffic (the logits read once and, with gradients, written once) at the
 bandwidth of a device copy of the same size, measured beside it.
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=151936)
-    parser.add_argument("--tiles", nargs="*", default=["2048,4", "4096,4", "4096,8", "8192,8", "8192,16"])
+    parser.add_argument("--tiles", nargs="*", default=["2048,8,1", "1024,4,4", "2048,8,2", "2048,8,4", "4096,16,4"])
     parser.add_argument("--codegen", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args(argv)
@@ -105,11 +105,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"no row kernel: {why}")
         return 0
     for text in given.tiles:
-        width, warps = map(int, text.split(","))
-        launch.TILE = Tile(width, warps)
+        launch.TILE = Tile(*map(int, text.split(",")))
         body.reset_row_kernel()
         ms = timed(chunk.run, given.device, given.repeats)
-        print(f"{f'row kernel {width} x {warps}':24s} {ms:9.3f} ms  {body.no_row_kernel or ''}")
+        print(f"{f'row kernel {text}':24s} {ms:9.3f} ms  {body.no_row_kernel or ''}")
     return 0
 
 

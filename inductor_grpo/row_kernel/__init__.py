@@ -11,10 +11,10 @@ bridge from log-probs to gradients) on single numbers; the last pass reads the r
 writes the gradient over the logits.
 """
 
-AUTO = False
-"""What ``grpo.row_kernel="auto"`` means: off, until a GPU has shown where the kernels are faster."""
+FASTER_ON = ("cuda",)
+"""Where ``grpo.row_kernel="auto"`` means "on": on an H200 they took 0.5 to 0.8 of the generated code's time."""
 
 
-def wanted(setting: str) -> bool:
+def wanted(setting: str, device: str) -> bool:
     """Whether chunk bodies are to run as row kernels where they fit."""
-    return setting == "on" or (setting == "auto" and AUTO)
+    return setting == "on" or (setting == "auto" and device in FASTER_ON)

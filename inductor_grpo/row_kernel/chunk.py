@@ -31,6 +31,8 @@ class ChunkKernel:
         hint: int,
     ) -> None:
         self.program, self.plan, self.uses = program, plan, uses
+        self.ran = False
+        """Whether it has run before, and so compiles."""
         self._known: dict[tuple[int, ...], bool] = {}
         if not program.projections:
             raise Unfit("there are no logits")
@@ -93,4 +95,5 @@ class ChunkKernel:
             fresh = store.buffer is None
             own.append(torch.empty(shape, dtype=store.dtype, device=logits[0].device) if fresh else None)
         self.kernel(n, syms, logits, rows, whole, [*targets, *(x for x in own if x is not None)])
+        self.ran = True
         return own

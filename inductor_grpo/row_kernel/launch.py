@@ -20,7 +20,7 @@ from .text import Inputs, Store, Tile
 log = logging.getLogger("inductor_grpo")
 
 # Fastest in the sketch that was measured on an H200, which had the same loops.
-TILE = Tile(4096, 8)
+TILE = Tile(2048, 8, 4)
 
 
 def available(device: torch.device) -> bool:
@@ -35,7 +35,7 @@ def _interpreted() -> bool:
 def tile_of(columns: int) -> Tile:
     """How a row of so many columns is cut."""
     wide = min(TILE.columns, max(16, 1 << (columns - 1).bit_length()))
-    return Tile(wide, max(1, min(TILE.warps, wide // 128)))
+    return Tile(wide, max(1, min(TILE.warps, wide // 128)), min(TILE.parts, -(-columns // wide)))
 
 
 class RowKernel:

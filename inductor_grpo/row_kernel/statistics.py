@@ -1,8 +1,7 @@
 """What a pass keeps of the columns that it has seen, one set a lane, and how the lanes are joined.
 
-A sum of exponentials is kept relative to the maximum so far.  A new element costs one exponential: of the two, the sum
-or the element, the one with the smaller reference is rescaled.  Infinite and nan elements end as in eager: see
-:mod:`inductor_grpo.online`.
+A sum of exponentials is kept relative to the maximum so far, and rescaled once for all tiles of a block.  Infinite and
+nan elements end as in eager: see :mod:`inductor_grpo.online`.
 """
 
 from __future__ import annotations
@@ -14,21 +13,18 @@ import triton.language as tl
 @triton.jit
 def larger(m, x):  # type: ignore[no-untyped-def]
     """The larger of the two, or the nan among them."""
-    return tl.where((x > m) | (x != x), x, m)
+    return tl.maximum(m, x, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smaller(m, x):  # type: ignore[no-untyped-def]
-    return tl.where((x < m) | (x != x), x, m)
+    return tl.minimum(m, x, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def joined(m, s, x):  # type: ignore[no-untyped-def]
-    """The sum of exponentials ``s`` relative to ``m``, and that of x, relative to the larger of m and x.
-
-    Equal infinities have no difference: they count as 1 each, which only matters where it is overruled at the end."""
-    e = tl.exp(-tl.abs(x - m))
-    return tl.where(x > m, s * e + 1, s + tl.where(x == m, 1, e))
+def base(top):  # type: ignore[no-untyped-def]
+    """What is subtracted before an exponential: the maximum, or 0 where there is no element yet."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit

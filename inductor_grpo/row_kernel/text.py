@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,10 +22,19 @@ _NEUTRAL = {"max": 'float("-inf")', "min": 'float("inf")', "sum": "0", "mean": "
 
 
 class Tile(NamedTuple):
-    """How a row is cut: columns read at a time (a power of two) and the warps of a program."""
+    """How a row is cut: columns of a tile (a power of two), the warps of a program, tiles read at a time."""
 
     columns: int
     warps: int
+    parts: int = 1
+
+
+class _Columns(NamedTuple):
+    """A tile of the row: the text of its columns and of its mask ("": all are in the row), and its wide values."""
+
+    at: str
+    live: str
+    values: dict[str, Value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,49 +258,97 @@ class _Writer:
 
     # Passes
 
-    def _loop(self, number: int, targets: Sequence[fx.Node]) -> tuple[list[str], dict[str, Value]]:
-        """The start of a pass: the wide values of one tile."""
+    def _over_columns(
+        self, number: int, targets: Sequence[fx.Node], use: Callable[[list[_Columns]], list[str]]
+    ) -> None:
+        """A pass over the row: ``use`` gives what is done with the wide values of some tiles.
+
+        Whole blocks of tiles run in a loop without masks; what is left of the row follows as one more, with masks."""
+        columns, tile = self.plan.columns, self.tile
+        step = tile.columns * tile.parts
+        whole = columns // step * step
+        if whole:
+            self.lines.append(f"for start in range(0, {whole}, {step}):")
+            self.lines += indent(self._block(number, targets, tile.parts, False, use))
+        if whole < columns:
+            self.lines.append(f"start = {whole}")
+            self.lines += self._block(number, targets, -(-(columns - whole) // tile.columns), True, use)
+
+    def _block(
+        self,
+        number: int,
+        targets: Sequence[fx.Node],
+        parts: int,
+        masked: bool,
+        use: Callable[[list[_Columns]], list[str]],
+    ) -> list[str]:
         outer, self.lines = self.lines, []
         policy = "evict_last" if number + 1 < self.rereads else "evict_first"
-        self.lines += ["at = start + lane", f"live = at < {self.plan.columns}"]
-        values = dict(self.values)
-        for node in self.plan.wide_before(targets):
-            leaf = self.plan.leaves.get(node)
-            hint = f", eviction_policy='{policy}'" if leaf is not None and leaf.kind != "whole" else ""
-            self._write(node, values, f"p{number}_", "at", f", mask=live, other=0{hint}")
-        inner, self.lines = self.lines, outer
-        return inner, values
+        tiles = []
+        for k in range(parts):
+            at, live = f"at{k}", f"live{k}" if masked else ""
+            self.lines.append(f"{at} = start + {k * self.tile.columns} + lane" if k else f"{at} = start + lane")
+            if masked:
+                self.lines.append(f"{live} = {at} < {self.plan.columns}")
+            tiles.append(_Columns(at, live, dict(self.values)))
+        for k, tile in enumerate(tiles):
+            mask = f", mask={tile.live}, other=0" if masked else ""
+            for node in self.plan.wide_before(targets):
+                leaf = self.plan.leaves.get(node)
+                hint = f", eviction_policy='{policy}'" if leaf is not None and leaf.kind != "whole" else ""
+                self._write(node, tile.values, f"p{number}{'abcdefgh'[k]}_", tile.at, mask + hint)
+        found = self.lines + use(tiles)
+        self.lines = outer
+        return found
 
     def _pass(self, number: int, reductions: Sequence[Reduction]) -> None:
-        body, values = self._loop(number, [r.source for r in reductions])
-        after: list[str] = []
         for r in reductions:
-            name, kind, columns = self.names[r.node], self._accumulator(r), self.tile.columns
-            neutral = _NEUTRAL[r.kind]
-            x = cast(values["%" + self.names[r.source]], self._summed(r))
+            shape, kind = f"[{self.tile.columns}]", self._accumulator(r)
+            self.lines.append(f"{r.kind}_{self.names[r.node]} = tl.full({shape}, {_NEUTRAL[r.kind]}, {kind})")
+            if r.sums:
+                self.lines.append(f"exp_{self.names[r.node]} = tl.full({shape}, 0, {kind})")
+
+        def reduced(tiles: list[_Columns]) -> list[str]:
+            return [line for r in reductions for line in self._reduced(r, tiles)]
+
+        self._over_columns(number, [r.source for r in reductions], reduced)
+        for r in reductions:
+            name = self.names[r.node]
             kept = f"{r.kind}_{name}"
-            self.lines.append(f"{kept} = tl.full([{columns}], {neutral}, {kind})")
-            body.append(f"x_{name} = tl.where(live, ({x}).to({kind}), {neutral})")
             if r.kind in ("sum", "mean"):
-                body.append(f"{kept} += x_{name}")
-                after.append(f"{name} = tl.sum({kept}, 0){f' / {self.plan.columns}' if r.kind == 'mean' else ''}")
+                self.lines.append(f"{name} = tl.sum({kept}, 0){f' / {self.plan.columns}' if r.kind == 'mean' else ''}")
             else:
-                step, end = ("larger", "largest") if r.kind == "max" else ("smaller", "smallest")
-                if r.sums:
-                    self.lines.append(f"exp_{name} = tl.full([{columns}], 0, {kind})")
-                    body.append(f"exp_{name} = statistics.joined({kept}, exp_{name}, x_{name})")
-                body.append(f"{kept} = statistics.{step}({kept}, x_{name})")
-                after.append(f"{name} = statistics.{end}({kept})")
-            after += [
+                self.lines.append(f"{name} = statistics.{'largest' if r.kind == 'max' else 'smallest'}({kept})")
+            self.lines += [
                 f"{self.names[node]} = statistics.{'finite_total' if safe else 'total'}({kept}, exp_{name}, {name})"
                 for node, safe in r.sums
             ]
             for node in (r.node, *(node for node, _ in r.sums)):
                 dtype = node.meta["val"].dtype
                 if dtype in _HALF:
-                    after.append(f"{self.names[node]} = {self.names[node]}.to({_HALF[dtype]}).to(tl.float32)")
+                    self.lines.append(f"{self.names[node]} = {self.names[node]}.to({_HALF[dtype]}).to(tl.float32)")
                 self.values["%" + self.names[node]] = Value(self.names[node], dtype, True)
-        self.lines += [f"for start in range(0, {self.plan.columns}, {self.tile.columns}):", *indent(body), *after]
+
+    def _reduced(self, r: Reduction, tiles: list[_Columns]) -> list[str]:
+        """What a reduction keeps, with some tiles more."""
+        name, kind, neutral = self.names[r.node], self._accumulator(r), _NEUTRAL[r.kind]
+        kept, lines, elements = f"{r.kind}_{name}", [], []
+        for k, tile in enumerate(tiles):
+            x = f"({cast(tile.values['%' + self.names[r.source]], self._summed(r))}).to({kind})"
+            elements.append(f"x{k}_{name}")
+            lines.append(f"x{k}_{name} = {f'tl.where({tile.live}, {x}, {neutral})' if tile.live else x}")
+        if r.kind in ("sum", "mean"):
+            return lines + [f"{kept} += {x}" for x in elements]
+        step = "larger" if r.kind == "max" else "smaller"
+        if not r.sums:
+            return lines + [f"{kept} = statistics.{step}({kept}, {x})" for x in elements]
+        lines += [f"top_{name} = {kept}", *(f"top_{name} = statistics.larger(top_{name}, {x})" for x in elements)]
+        lines += [
+            f"base_{name} = statistics.base(top_{name})",
+            f"exp_{name} = exp_{name} * tl.exp({kept} - base_{name})",
+            *(f"exp_{name} += tl.exp({x} - base_{name})" for x in elements),
+        ]
+        return [*lines, f"{kept} = top_{name}"]
 
     @staticmethod
     def _summed(r: Reduction) -> torch.dtype:
@@ -320,13 +377,19 @@ class _Writer:
             return
         if any(node.target is aten.gather.default for node in self.plan.nodes):
             self.lines.append("tl.debug_barrier()  # no warp may write over an element that another has yet to pick")
-        body, values = self._loop(len(self.plan.passes), [self.plan.outputs[i] for i in outputs])
-        for i in outputs:
-            buffer = self.stores[i].buffer
-            pointer = f"OUT{i}" if buffer is None else f"Z{buffer}"
-            value = self._stored(self.plan.outputs[i], i, values)
-            body.append(f"tl.store({pointer} + before + at, {value}, mask=live)")
-        self.lines += [f"for start in range(0, {self.plan.columns}, {self.tile.columns}):", *indent(body)]
+
+        def stored(tiles: list[_Columns]) -> list[str]:
+            lines = []
+            for tile in tiles:
+                mask = f", mask={tile.live}" if tile.live else ""
+                for i in outputs:
+                    buffer = self.stores[i].buffer
+                    pointer = f"OUT{i}" if buffer is None else f"Z{buffer}"
+                    value = self._stored(self.plan.outputs[i], i, tile.values)
+                    lines.append(f"tl.store({pointer} + before + {tile.at}, {value}{mask})")
+            return lines
+
+        self._over_columns(len(self.plan.passes), [self.plan.outputs[i] for i in outputs], stored)
 
     def _stored(self, out: fx.Node, i: int, values: dict[str, Value]) -> str:
         value, dtype = values["%" + self.names[out]], self.stores[i].dtype
