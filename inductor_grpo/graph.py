@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils._pytree import tree_map
 
-from ._compat import fxgraph
+from ._compat import divided, fxgraph
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -53,7 +53,12 @@ def same(a: Size, b: Size) -> bool:
     """Statically known to be equal."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return bool(statically_known_true(sym_eq(a, b)))
+    if statically_known_true(sym_eq(a, b)):
+        return True
+    symbolic = a if isinstance(a, torch.SymInt) else b
+    assert isinstance(symbolic, torch.SymInt)
+    a, b = (x.node.expr if isinstance(x, torch.SymInt) else x for x in (a, b))
+    return divided.equal(symbolic.node.shape_env, a, b)
 
 
 def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:

@@ -44,6 +44,8 @@ def infer_groups(graph: fx.Graph, layouts: Layouts, fits: Callable[[int, Size], 
             known = lengths.get(group.space)
             if (known is not None and not same(known, group.length)) or not fits(group.space, group.length):
                 continue
+            if known is not None:  # lengths that are known to be equal can be spelt in two ways
+                group = group._replace(length=known)
             lengths[group.space] = group.length
             if is_row:
                 layouts.set(node, group.space, None)

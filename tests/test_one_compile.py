@@ -438,6 +438,42 @@ def test_a_step_reads_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) <= 1 and graphs() == 1
 
 
+def sequences_of_flat_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    logp = F.log_softmax(hidden @ weight.t(), -1).gather(-1, labels[:, None]).squeeze(-1)
+    rows, mask = (logp - old).view(4, -1), mask.view(4, -1)
+    ratio = torch.exp((rows * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True))
+    return -(torch.min(ratio, ratio.clamp(0.8, 1.2)) * mask).sum() / mask.sum()
+
+
+def flat_tokens(n: int, labelled: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    labelled = n if labelled is None else labelled
+    hidden, weight = torch.randn(n, HIDDEN, generator=generator), torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (labelled,), generator=generator)
+    old = torch.randn(labelled, generator=generator) * 0.1 - 3.6
+    return [hidden.requires_grad_(), weight.requires_grad_(), labels, old, torch.ones(labelled)]
+
+
+def test_sequences_of_flat_tokens_are_one_pass_at_every_length() -> None:
+    """A length divided by the number of sequences: what equals what is known from assertions alone."""
+    call = compiled(sequences_of_flat_tokens)
+    with backend.collected() as reports:
+        for n in (32, 36, 4, 64, 8):
+            assert_as_eager(sequences_of_flat_tokens, call, flat_tokens(n), n)
+    assert graphs() == 1
+    assert {r.schedule for report in reports for r in report.rewrites} == {"one-pass"}
+
+
+def test_fewer_labels_than_rows_after_as_many() -> None:
+    """gather may leave rows out; a loss whose first call has none left out is compiled as one that never has."""
+    call = compiled(sequences_of_flat_tokens)
+    for n, labelled in ((32, 32), (40, 40), (40, 36), (44, 8), (36, 36)):
+        assert_as_eager(sequences_of_flat_tokens, call, flat_tokens(n, labelled), (n, labelled))
+    assert graphs() == 2
+    with pytest.raises(RuntimeError):
+        call(*flat_tokens(32, 36))
+
+
 def test_an_error_of_the_function_is_its_own() -> None:
     def wrong(logp: Tensor, ids: Tensor, count: int) -> Tensor:
         return (logp.new_zeros(count).index_add_(0, ids, logp) @ torch.ones(3, 3)).sum()

@@ -141,6 +141,7 @@ class Frame:
                 ones = frozenset((other.name, other.dim) for other in same if other.value == 1)
                 return Broken(f"a size of {size.name} is {size.value}, and the trace makes it {size.expr}", ones)
         fxgraph.remember_sizes(env, values)
+        self._unite_lengths(values)
         known = set(map(str, env.guards))
         for assertion in [a for several in env.deferred_runtime_asserts.values() for a in several]:
             expr = env.simplify(assertion.expr)
@@ -152,6 +153,16 @@ class Frame:
             if guard is not None and str(guard) not in known:
                 env.guards.append(guard)
         return None
+
+    def _unite_lengths(self, values: dict[sympy.Symbol, int]) -> None:
+        """Makes one size of two where one may be no longer than the other, as labels and logits, and both are equal in
+        this call: for a loss it matters that it sees all rows.  That becomes a guard like any equation of sizes."""
+        env = self.output.shape_env
+        for assertion in [a for several in env.deferred_runtime_asserts.values() for a in several]:
+            expr = env.simplify(assertion.expr)
+            sizes = {expr.lhs, expr.rhs} if isinstance(expr, (sympy.Le, sympy.Ge)) else set()
+            if len(sizes) == 2 and sizes <= values.keys() and len({values[size] for size in sizes}) == 1:
+                env.guard_or_defer_runtime_assert(sympy.Eq(expr.lhs, expr.rhs), "equal in the call compiled for")
 
     def _sizes(self) -> Iterator[_Size]:
         """Sizes and strides of the tensors, and the ints, with what the trace makes of them."""
