@@ -49,6 +49,13 @@ def load(source: str, name: str = "body") -> Callable[..., Any]:
     return namespace[name]
 
 
+@functools.lru_cache(maxsize=1024)
+def wide_sums(source: str) -> int:
+    """How many sums over the columns a body's text has; sums over the rows of a group are none."""
+    wide = set(re.findall(r"(v\d+) = torch\.ops\.aten\.expand\.default\(v\d+, \[n, (?!1\])[^\]]+\]\)", source))
+    return sum(name in wide for name in re.findall(r"torch\.ops\.aten\.sum\.dim_IntList\((v\d+),", source))
+
+
 @dataclasses.dataclass(frozen=True)
 class Uses:
     """Which arguments a body reads, as positions; known from its text so that unused ones are never passed."""

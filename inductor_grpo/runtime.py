@@ -308,10 +308,10 @@ class _Loop:
         return self.n * self._row_bytes() if everything <= one_chunk_bytes(self.device.type, wide) else most
 
     def _needs_temporaries(self, body: bodies.Body) -> bool:
-        """The body reduces over the vocabulary before it can write a gradient, which takes fp32 buffers of a chunk's
-        size; a row kernel takes none."""
-        reduces = "aten.sum.dim_IntList" in self.program.body
-        return reduces and not body.runs_by_row([self.syms[i] for i in self.uses.syms])
+        """The body sums over the vocabulary, beside the softmax, before it can write a gradient: generated code takes
+        fp32 buffers of a chunk's size for that, a row kernel none."""
+        several = bodies.wide_sums(self.program.body) > 1
+        return several and not body.runs_by_row([self.syms[i] for i in self.uses.syms])
 
     def _sum_dtype(self, sink: Sink, single: bool) -> torch.dtype:
         result = dtype(sink.dtype)

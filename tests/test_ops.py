@@ -562,3 +562,18 @@ def test_use_is_read_from_the_text():
     assert (uses.rows, uses.whole, uses.syms) == ((2, 10), (), (0,))
     assert bodies.Uses.of("def body(n, logits, rows, whole, syms):\n    return g(*rows)\n", 3, 0, 0).rows == (0, 1, 2)
     assert inductor_grpo.ops.rows is torch.ops.inductor_grpo.rows.default
+
+
+@pytest.mark.parametrize(("loss", "sums"), [("grpo", 1), ("gspo", 1), ("cross-entropy", 1), ("entropy", 3)])
+def test_sums_over_the_vocabulary(loss: str, sums: int) -> None:
+    """What decides whether generated code needs fp32 buffers: the sums of GSPO's sequences are over rows."""
+    from inductor_grpo import body
+    from inductor_grpo.tools import bench_losses, bench_measure, bench_ways
+
+    shape = bench_losses.Shape(64, 32, 500)
+    x = bench_losses.make_inputs(shape.n, shape.h, shape.v, torch.float32, "cpu")
+    for name in bench_measure.TRAINED:
+        x[name].requires_grad_()
+    step = bench_ways.make("ours:codegen=eager,disable=tiles", bench_losses.LOSSES[loss], shape)
+    bench_measure.step_of(step, x)()
+    assert [body.wide_sums(b.program.body) for b in body.cached()] == [sums]

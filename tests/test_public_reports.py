@@ -147,7 +147,8 @@ def test_the_head_is_on_another_device() -> None:
         return ((selected(logits, labels.to(logits.device)).to(hidden.device) - old).exp() * mask).sum()
 
     hidden, weight, *rest = inputs()
-    streamed(function, (hidden, weight.detach().cuda().requires_grad_(), *rest))
+    # The loss is on the first device, so every log-prob goes there and its gradient comes back: two passes.
+    streamed(function, (hidden, weight.detach().cuda().requires_grad_(), *rest), matmuls=4)
 
 
 # ---------------------------------------------------------------- entropy
