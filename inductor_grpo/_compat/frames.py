@@ -158,10 +158,11 @@ class Frame:
         """Makes one size of two where one may be no longer than the other, as labels and logits, and both are equal in
         this call: for a loss it matters that it sees all rows.  That becomes a guard like any equation of sizes."""
         env = self.output.shape_env
+        lengths = {size.expr for size in self._sizes() if size.dim is not None} & values.keys()
         for assertion in [a for several in env.deferred_runtime_asserts.values() for a in several]:
             expr = env.simplify(assertion.expr)
             sizes = {expr.lhs, expr.rhs} if isinstance(expr, (sympy.Le, sympy.Ge)) else set()
-            if len(sizes) == 2 and sizes <= values.keys() and len({values[size] for size in sizes}) == 1:
+            if len(sizes) == 2 and sizes <= lengths and len({values[size] for size in sizes}) == 1:
                 env.guard_or_defer_runtime_assert(sympy.Eq(expr.lhs, expr.rhs), "equal in the call compiled for")
 
     def _sizes(self) -> Iterator[_Size]:
