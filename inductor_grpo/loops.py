@@ -16,7 +16,7 @@ import sympy
 import torch.fx as fx
 
 from ._compat import fxgraph
-from .depth import after_tangent
+from .depth import after_tangent, live
 from .graph import GraphBuilder, Size, arg, aten, is_tensor, node_arg, same, same_sizes, shape, target_of
 from .heads import Head
 from .parts import VIEWS, Parts, Wholes
@@ -112,13 +112,13 @@ class Loops:
 
     def cut_out_again(self) -> None:
         """What else reads a piece reads it from the whole."""
-        live = _live(self.builder.graph)
+        needed = live(self.builder.graph)
         for parts, whole in self.wholes.known.items():
-            if whole is None or whole not in live or all(p is parts.nodes[0] for p in parts.nodes):
+            if whole is None or whole not in needed or all(p is parts.nodes[0] for p in parts.nodes):
                 continue
             at: Size = 0
             for place, (node, length) in enumerate(zip(parts.nodes, parts.lengths())):
-                if node in live and node is not whole and node.op == "call_function":
+                if node in needed and node is not whole and node.op == "call_function":
                     if parts.stacked:
                         piece = self.builder.call(aten.select.int, whole, 0, place)
                     else:
@@ -228,14 +228,3 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 def _is_zero(node: fx.Node) -> bool:
     return target_of(node) is aten.full.default and bool(node.args[1] == 0)
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    work = [n for n in graph.nodes if n.op == "output" or n.is_impure()]
-    seen = set(work)
-    while work:
-        for a in work.pop().all_input_nodes:
-            if a not in seen:
-                seen.add(a)
-                work.append(a)
-    return seen
