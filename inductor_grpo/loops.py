@@ -19,14 +19,13 @@ from ._compat import fxgraph
 from .depth import after_tangent, live
 from .graph import GraphBuilder, Size, arg, aten, is_tensor, node_arg, same, same_sizes, shape, target_of
 from .heads import Head
+from .normalise import WRITES, undo_views
 from .parts import VIEWS, Parts, Wholes
-
-_WRITES = {aten.slice_scatter.default: aten.slice.Tensor, aten.select_scatter.default: aten.select.int}
 
 
 def join_loops(graph: fx.Graph, heads: Sequence[Head]) -> None:
     """Rewrites, in place, the loops over pieces of the logits of ``heads``."""
-    if not any(target_of(n) is aten.cat.default or target_of(n) in _WRITES for n in graph.nodes):
+    if not any(target_of(n) is aten.cat.default or target_of(n) in WRITES for n in graph.nodes):
         return
     builder = GraphBuilder(graph, after_tangent(graph))
     loops = Loops(builder, _logits_like(heads))
@@ -37,7 +36,7 @@ def join_loops(graph: fx.Graph, heads: Sequence[Head]) -> None:
     if loops.changed:
         fxgraph.sort_topologically(graph)
         loops.cut_out_again()
-        _drop_undone_views(graph)
+        undo_views(graph, VIEWS)
         fxgraph.sort_topologically(graph)
         graph.eliminate_dead_code()
 
@@ -56,17 +55,6 @@ def _is_clamped(size: Size) -> bool:
     if isinstance(size, int):
         return False
     return any(type(part).__name__ in ("Min", "Max") for part in sympy.preorder_traversal(size.node.expr))
-
-
-def _drop_undone_views(graph: fx.Graph) -> None:
-    """A stack that was flattened on its way and is given its shape again."""
-    for node in graph.nodes:
-        inner = node
-        while target_of(inner) in VIEWS:
-            inner = node_arg(inner, 0)
-            if _same_shape(inner, node) and inner is not node.args[0]:
-                node.replace_all_uses_with(inner)
-                break
 
 
 def _logits_like(heads: Sequence[Head]) -> set[fx.Node]:
@@ -101,7 +89,7 @@ class Loops:
             return self._joined(node.args[0], arg(node, 1, "dim", 0) % max(1, len(shape(node))))
         if target is aten.add.Tensor and not _continues(node, target):
             return self._sum_of_writes(node)
-        if target in _WRITES and not _continues(node, target):
+        if target in WRITES and not _continues(node, target):
             writes = []
             base = node
             while target_of(base) is target:
@@ -176,7 +164,7 @@ class Loops:
                 work += reversed([a for a in term.args if isinstance(a, fx.Node)])
             else:
                 terms.append(term)
-        writes = [t for t in terms if target_of(t) in _WRITES and _is_zero(node_arg(t, 0))]
+        writes = [t for t in terms if target_of(t) in WRITES and _is_zero(node_arg(t, 0))]
         whole = self._written(writes)
         if whole is None:
             return None
