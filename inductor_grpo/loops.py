@@ -206,8 +206,11 @@ class Loops:
 
 
 def _continues(node: fx.Node, target: Any) -> bool:
-    """The node is only a step on the way to another that :meth:`Loops.of_root` looks at."""
-    return len(node.users) == 1 and target_of(user := next(iter(node.users))) is target and user.args[0:1] != ()
+    """The node is only a step on the way to another that :meth:`Loops.of_root` looks at: a term of a sum, or the buffer
+    into which the next piece is written.  What is written into a buffer was a whole before it was a piece."""
+    if len(node.users) != 1 or target_of(user := next(iter(node.users))) is not target:
+        return False
+    return target not in WRITES or user.args[0] is node
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
