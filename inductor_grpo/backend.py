@@ -92,10 +92,8 @@ class RewritePass(hooks.GraphPass):
 
     def _run(self, graph: torch.fx.Graph) -> None:
         session = _session.get()
-        from inductor_grpo.loops import cuts_unknown_sizes
-
-        cut_up = session is not None and cuts_unknown_sizes(graph)
-        report = breaks.name_breaks(self._rewrite(graph), graph, session.graph_break if session else None)
+        report, cut_up = self._rewrite(graph)
+        report = breaks.name_breaks(report, graph, session.graph_break if session else None)
         if session is not None:
             generalise.check_report(session.frame, report, cut_up)
         if session is None:
@@ -105,16 +103,21 @@ class RewritePass(hooks.GraphPass):
         if self.settings.require and report.obstacles:
             raise RequireError(report)
 
-    def _rewrite(self, graph: torch.fx.Graph) -> Report:
+    def _rewrite(self, graph: torch.fx.Graph) -> tuple[Report, bool]:
+        """What became of the graph, and whether it cuts what may be rows into pieces that nobody can put together."""
+        cut_up = False
         try:
+            from inductor_grpo.loops import cuts_unknown_sizes
             from inductor_grpo.passes import rewrite_graph
 
-            return rewrite_graph(graph, self.settings)
+            cut_up = cuts_unknown_sizes(graph)  # before the rewrite, which leaves no loop to be seen
+            return rewrite_graph(graph, self.settings), cut_up
         except Rejection as rejection:
-            return Report(rejections=[rejection])
+            return Report(rejections=[rejection]), cut_up
         except Exception as error:  # a fault of ours must not cost the user the compilation
             log.warning("the rewrite failed and the graph stays as it was", exc_info=True)
-            return Report(rejections=[Rejection("INTERNAL", f"{type(error).__name__}: {error}; please report this")])
+            message = f"{type(error).__name__}: {error}; please report this"
+            return Report(rejections=[Rejection("INTERNAL", message)]), cut_up
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from ._compat import fxgraph
 from ._compat.collectives import is_collective, is_functional
-from .graph import inputs_through_tuples
+from .graph import ancestors, inputs_through_tuples
 from .layout import Layouts
 
 TANGENT_DEPTH = 1000
@@ -63,6 +63,12 @@ def effects(graph: fx.Graph) -> list[fx.Node]:
     """The calls that do something besides returning a value: writes to inputs and buffers, assertions.  Random numbers
     that nobody reads are none."""
     return [n for n in graph.nodes if n.op == "call_function" and n.is_impure() and not _is_random(n)]
+
+
+def live(graph: fx.Graph) -> set[fx.Node]:
+    """What the output or an effect needs, in a graph that may not be sorted."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return ancestors([output, *effects(graph)])
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import torch.fx as fx
 
 from ._compat.collectives import is_functional
-from .graph import GraphBuilder, Size, ancestors, arg, aten, hint, is_tensor, node_arg, numel, same, shape, target_of
+from .graph import GraphBuilder, Size, ancestors, arg, aten, hint, is_tensor, node_arg, numel, shape, target_of
 
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1}
 """Matmul targets and the position of their first factor."""
@@ -17,8 +17,6 @@ _PASSES_THROUGH = {
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int,
     aten.clone.default, aten.alias.default, aten._to_copy.default,
 }  # fmt: skip
-
-_OVER_VOCABULARY = {aten.sum.dim_IntList, aten.amax.default, aten.logsumexp.default, aten.gather.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,30 +82,8 @@ def find_heads(graph: fx.Graph, after_tangent: set[fx.Node]) -> list[Head]:
             heads.append(head)
     heads = [h for h in heads if not any(_is_gradient(h, of) for of in heads if of is not h)]
     widest = max((hint(h.vocabulary) for h in heads), default=0)
-    reduced = _after_reduction(graph, [h for h in heads if hint(h.vocabulary) * 2 > widest])
-    heads = [h for h in heads if h.weight not in reduced]
-    widest = max((hint(h.vocabulary) for h in heads), default=0)
     in_weights = ancestors([h.weight for h in heads])
     return [h for h in heads if hint(h.vocabulary) * 2 > widest and h.node not in in_weights]
-
-
-def _after_reduction(graph: fx.Graph, heads: list[Head]) -> set[fx.Node]:
-    """What is computed from a reduction over the vocabulary of what ``heads`` make."""
-    wide = {h.node for h in heads}
-    reduced: set[fx.Node] = set()
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if any(a in reduced for a in inputs):
-            reduced.add(node)
-        elif any(a in wide for a in inputs):
-            lost = _lost_sizes(node) if target_of(node) in _OVER_VOCABULARY and is_tensor(node) else []
-            found = any(same(size, h.vocabulary) for size in lost for h in heads)
-            (reduced if found else wide).add(node)
-    return reduced
-
-
-def _lost_sizes(node: fx.Node) -> list[Size]:
-    return [s for s in shape(node.args[0]) if not any(same(s, kept) for kept in shape(node))]
 
 
 def _is_gradient(product: Head, head: Head) -> bool:

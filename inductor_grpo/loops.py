@@ -16,17 +16,16 @@ import sympy
 import torch.fx as fx
 
 from ._compat import fxgraph
-from .depth import after_tangent
+from .depth import after_tangent, live
 from .graph import GraphBuilder, Size, arg, aten, is_tensor, node_arg, same, same_sizes, shape, target_of
 from .heads import Head
+from .normalise import WRITES, undo_views
 from .parts import VIEWS, Parts, Wholes
-
-_WRITES = {aten.slice_scatter.default: aten.slice.Tensor, aten.select_scatter.default: aten.select.int}
 
 
 def join_loops(graph: fx.Graph, heads: Sequence[Head]) -> None:
     """Rewrites, in place, the loops over pieces of the logits of ``heads``."""
-    if not any(target_of(n) is aten.cat.default or target_of(n) in _WRITES for n in graph.nodes):
+    if not any(target_of(n) is aten.cat.default or target_of(n) in WRITES for n in graph.nodes):
         return
     builder = GraphBuilder(graph, after_tangent(graph))
     loops = Loops(builder, _logits_like(heads))
@@ -37,7 +36,7 @@ def join_loops(graph: fx.Graph, heads: Sequence[Head]) -> None:
     if loops.changed:
         fxgraph.sort_topologically(graph)
         loops.cut_out_again()
-        _drop_undone_views(graph)
+        undo_views(graph, VIEWS)
         fxgraph.sort_topologically(graph)
         graph.eliminate_dead_code()
 
@@ -56,17 +55,6 @@ def _is_clamped(size: Size) -> bool:
     if isinstance(size, int):
         return False
     return any(type(part).__name__ in ("Min", "Max") for part in sympy.preorder_traversal(size.node.expr))
-
-
-def _drop_undone_views(graph: fx.Graph) -> None:
-    """A stack that was flattened on its way and is given its shape again."""
-    for node in graph.nodes:
-        inner = node
-        while target_of(inner) in VIEWS:
-            inner = node_arg(inner, 0)
-            if _same_shape(inner, node) and inner is not node.args[0]:
-                node.replace_all_uses_with(inner)
-                break
 
 
 def _logits_like(heads: Sequence[Head]) -> set[fx.Node]:
@@ -101,7 +89,7 @@ class Loops:
             return self._joined(node.args[0], arg(node, 1, "dim", 0) % max(1, len(shape(node))))
         if target is aten.add.Tensor and not _continues(node, target):
             return self._sum_of_writes(node)
-        if target in _WRITES and not _continues(node, target):
+        if target in WRITES and not _continues(node, target):
             writes = []
             base = node
             while target_of(base) is target:
@@ -112,13 +100,13 @@ class Loops:
 
     def cut_out_again(self) -> None:
         """What else reads a piece reads it from the whole."""
-        live = _live(self.builder.graph)
+        needed = live(self.builder.graph)
         for parts, whole in self.wholes.known.items():
-            if whole is None or whole not in live or all(p is parts.nodes[0] for p in parts.nodes):
+            if whole is None or whole not in needed or all(p is parts.nodes[0] for p in parts.nodes):
                 continue
             at: Size = 0
             for place, (node, length) in enumerate(zip(parts.nodes, parts.lengths())):
-                if node in live and node is not whole and node.op == "call_function":
+                if node in needed and node is not whole and node.op == "call_function":
                     if parts.stacked:
                         piece = self.builder.call(aten.select.int, whole, 0, place)
                     else:
@@ -176,7 +164,7 @@ class Loops:
                 work += reversed([a for a in term.args if isinstance(a, fx.Node)])
             else:
                 terms.append(term)
-        writes = [t for t in terms if target_of(t) in _WRITES and _is_zero(node_arg(t, 0))]
+        writes = [t for t in terms if target_of(t) in WRITES and _is_zero(node_arg(t, 0))]
         whole = self._written(writes)
         if whole is None:
             return None
@@ -218,8 +206,11 @@ class Loops:
 
 
 def _continues(node: fx.Node, target: Any) -> bool:
-    """The node is only a step on the way to another that :meth:`Loops.of_root` looks at."""
-    return len(node.users) == 1 and target_of(user := next(iter(node.users))) is target and user.args[0:1] != ()
+    """The node is only a step on the way to another that :meth:`Loops.of_root` looks at: a term of a sum, or the buffer
+    into which the next piece is written.  What is written into a buffer was a whole before it was a piece."""
+    if len(node.users) != 1 or target_of(user := next(iter(node.users))) is not target:
+        return False
+    return target not in WRITES or user.args[0] is node
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
@@ -228,14 +219,3 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 def _is_zero(node: fx.Node) -> bool:
     return target_of(node) is aten.full.default and bool(node.args[1] == 0)
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    work = [n for n in graph.nodes if n.op == "output" or n.is_impure()]
-    seen = set(work)
-    while work:
-        for a in work.pop().all_input_nodes:
-            if a not in seen:
-                seen.add(a)
-                work.append(a)
-    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, cast
 
 import torch.fx as fx
@@ -10,6 +11,9 @@ from ._compat import fxgraph
 from .depth import after_tangent
 from .graph import GraphBuilder, Size, arg, aten, hint, is_one, node_arg, same, same_sizes, shape, target_of, value
 
+WRITES = {aten.slice_scatter.default: aten.slice.Tensor, aten.select_scatter.default: aten.select.int}
+"""What writes a part of a tensor, and what reads it."""
+
 
 def normalise(graph: fx.Graph) -> fx.Graph:
     """A copy of ``graph`` without no-ops, with equal calls made once, and reads of a part that was just written
@@ -17,7 +21,8 @@ def normalise(graph: fx.Graph) -> fx.Graph:
     copy = copied(graph)
     fxgraph.remove_noops(copy)
     copy = fxgraph.common_subexpressions(copy)
-    _undo_views_and_copies(copy)
+    _undo_copies(copy)
+    undo_views(copy, {aten.view.default})  # never a copy, so the strides are the same as well
     _resolve_reads_of_writes(copy)
     _drop_overwritten(copy)
     _flatten_batched_matmuls(copy)
@@ -133,21 +138,25 @@ def _as_sum_over_batch(b: GraphBuilder, node: fx.Node) -> fx.Node | None:
     return b.call(aten.mm.default, joined, b.view(right, [batch * inner, columns]))
 
 
-_WRITES = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-
-
-def _undo_views_and_copies(graph: fx.Graph) -> None:
-    """A view of a view that has the shape of what the first one shows is that (in-place edits of a matmul's view come
-    back through the matmul's own shape), and a copy into a tensor of the same kind is what was copied."""
+def _undo_copies(graph: fx.Graph) -> None:
+    """A copy into a tensor of the same kind is what was copied."""
     for node in list(graph.nodes):
-        if target_of(node) is aten.copy.default:
-            old, new = node_arg(node, 0), node_arg(node, 1)
-            alike = value(old).dtype == value(new).dtype and value(old).device == value(new).device
-            if alike and same_sizes(shape(old), shape(new)):
-                node.replace_all_uses_with(new)
+        if target_of(node) is not aten.copy.default:
             continue
+        old, new = node_arg(node, 0), node_arg(node, 1)
+        alike = value(old).dtype == value(new).dtype and value(old).device == value(new).device
+        if alike and same_sizes(shape(old), shape(new)):
+            node.replace_all_uses_with(new)
+
+
+def undo_views(graph: fx.Graph, views: Container[Any]) -> None:
+    """A view of a view that has the shape of what the first one shows is that: in-place edits of a matmul's view come
+    back through the matmul's own shape, and a stack that was flattened on its way is given its shape again.
+
+    ``views`` are the operations that count."""
+    for node in list(graph.nodes):
         source: Any = node
-        while target_of(source) is aten.view.default:  # never a copy, so the strides are the same as well
+        while target_of(source) in views:
             source = source.args[0]
             if source is not node.args[0] and same_sizes(shape(source), shape(node)):
                 node.replace_all_uses_with(source)
@@ -159,7 +168,7 @@ def _drop_overwritten(graph: fx.Graph) -> None:
     result went before."""
     for node in list(graph.nodes):
         target = target_of(node)
-        if target not in _WRITES.values():
+        if target not in WRITES:
             continue
         while target_of(write := node_arg(node, 0)) is target:
             if not same_sizes(shape(node_arg(write, 1)), shape(node_arg(node, 1))) or _place(node, 2) != _place(
@@ -174,9 +183,9 @@ def _resolve_reads_of_writes(graph: fx.Graph) -> None:
     functionalisation leaves of in-place edits of views."""
     for node in list(graph.nodes):
         target = target_of(node)
-        if target not in _WRITES:
+        if target not in WRITES.values():
             continue
-        while target_of(write := node_arg(node, 0)) is _WRITES[target]:
+        while WRITES.get(target_of(write := node_arg(node, 0))) is target:
             src = node_arg(write, 1)
             if same_sizes(shape(src), shape(node)) and _place(node, 1) == _place(write, 2):
                 node.replace_all_uses_with(src)

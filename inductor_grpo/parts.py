@@ -189,7 +189,7 @@ class Wholes:
                 args.append(self.of(inner) if aligned else None)
                 if args[-1] is None:
                     return None
-            elif place != 1 and any(repr(a) != repr(given) for a in operands):
+            elif any(repr(a) != repr(given) for a in operands):
                 return None
             else:
                 args.append(dim if place == 1 else given)

@@ -12,7 +12,7 @@ from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft
 from .exits import Exit
-from .graph import GraphBuilder, Size, hint, is_tensor, numel, shape, value
+from .graph import GraphBuilder, Size, hint, is_tensor, nbytes, numel, shape, value
 from .heads import Head
 from .program import Program, TileProgram
 from .report import Rejection, Rewrite, human
@@ -28,8 +28,7 @@ def reason_to_leave(component: Component, settings: Settings, rewrites: int) -> 
         message = f"grpo.max_rewrites allows {settings.max_rewrites} rewrites in one graph"
         return Rejection("DISABLED", message, component.location, size)
     if size < limit:
-        for head in component.heads:
-            fxgraph.hold_below(value(head.node), limit)
+        fxgraph.hold_below([value(head.node) for head in component.heads], limit)
         message = (
             f"logits of {human(size)} are below grpo.min_logits_bytes ({human(limit)}); lower that setting (0 rewrites"
             " every head)"
@@ -113,9 +112,9 @@ def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], se
     if rewrite.matmuls > MOST_MATMULS * usual:
         message = f"streaming takes {rewrite.matmuls} matmuls for {usual}; compute the logits of all rows in one matmul"
     elif rewrite.bytes_saved <= 0:
-        for logits in (value(head.node) for head in component.heads):
-            chunk = settings.chunk_bytes or runtime.default_chunk_bytes(logits.device.type)
-            fxgraph.hold_below(logits, max(chunk, component.logits_bytes + 1))
+        chunk = settings.chunk_bytes or runtime.default_chunk_bytes(value(component.heads[0].node).device.type)
+        for head in component.heads:  # a chunk holds so much of the logits of each
+            fxgraph.hold_below([value(head.node)], max(chunk, nbytes(head.node) + 1))
         message = "one chunk would hold all of the logits; set a smaller grpo.chunk_bytes"
     else:
         return None

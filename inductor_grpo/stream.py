@@ -16,7 +16,7 @@ from ._compat.collectives import is_collective, is_functional
 from .capture import observe_body
 from .components import Component, find_components, is_logits_like, left_behind, reads_another
 from .config import Settings
-from .depth import TANGENT_DEPTH, after_tangent, effects, node_depths
+from .depth import TANGENT_DEPTH, after_tangent, effects, live, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
@@ -276,14 +276,8 @@ def _leaves(region: Region, wide: fx.Node) -> str:
 
 def drop_dead(graph: fx.Graph) -> None:
     """Erases what neither the output nor an effect needs, in a graph that is not sorted yet."""
-    work = [next(n for n in reversed(graph.nodes) if n.op == "output"), *effects(graph)]
-    live = set(work)
-    while work:
-        for a in work.pop().all_input_nodes:
-            if a not in live:
-                live.add(a)
-                work.append(a)
-    dead = [n for n in graph.nodes if n not in live and n.op != "placeholder"]
+    needed = live(graph)
+    dead = [n for n in graph.nodes if n not in needed and n.op != "placeholder"]
     for node in dead:
         node.args, node.kwargs = (), {}
     for node in dead:

@@ -24,46 +24,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from inductor_grpo.tools.accuracy import FLOOR, error, widened
+
 Function = Callable[..., Any]
 
 BACKEND = os.environ.get("GRPO_TEST_BACKEND", "inductor_grpo")  # "inductor": shows which tests depend on a rewrite
 NAMESPACE = "inductor_grpo"
 ROWS = 5
 
-FLOOR = {
-    torch.float64: 16 * torch.finfo(torch.float64).eps,
-    torch.float32: 8 * torch.finfo(torch.float32).eps,
-    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
-    torch.float16: torch.finfo(torch.float16).eps,
-}
-
 
 # ---------------------------------------------------------------- running a function, in eager or compiled
-
-
-class Widen(TorchFunctionMode):
-    """Sends every cast to a floating dtype that the function spells out to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
-            return args[0].double()
-
-        def wide(value: Any) -> Any:
-            return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
-@contextlib.contextmanager
-def widened() -> Iterator[None]:
-    """Runs the enclosed eager code in float64, buffers made inside included."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Widen():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def fresh(value: Any, wide: bool = False) -> Any:
@@ -107,7 +77,7 @@ def probe(outputs: Any) -> torch.Tensor | None:
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """``loss.backward()`` that leaves :class:`Widen` on: a checkpoint recomputes inside it."""
+    """``loss.backward()`` that leaves :func:`widened` on: a checkpoint recomputes inside it."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -190,16 +160,6 @@ class ProductsInBlocks(TorchFunctionMode):
         hidden, *rest = args
         blocks = [func(block, *rest) for block in hidden.flatten(0, -2).split(self.rows)]
         return torch.cat(blocks).unflatten(0, hidden.shape[:-1])
-
-
-def error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """``max|value - reference| / max|reference|`` over what is finite in both; absolute where the divisor is 0."""
-    value, reference = value.double(), reference.double()
-    finite = value.isfinite() & reference.isfinite()
-    if not finite.any():
-        return 0.0
-    scale = reference[finite].abs().max().item()
-    return (value - reference)[finite].abs().max().item() / (scale or 1.0)
 
 
 def kinds(value: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import inductor_grpo
-from inductor_grpo import Rejection, Report, Rewrite, backend, config
+from inductor_grpo import Rejection, Report, Rewrite, backend, config, loops
 from inductor_grpo._compat import hooks
 from inductor_grpo.backend import RewritePass
 from inductor_grpo.config import Settings
@@ -215,6 +215,20 @@ def test_a_fault_of_ours_leaves_the_graph_alone(seen: Seen, caplog: pytest.LogCa
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="KeyError"):
         torch.compile(loss, backend="inductor_grpo", options={**EAGER, "grpo.require": True})(*inputs())
+
+
+def test_a_fault_before_the_rewrite_leaves_the_graph_alone(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(graph: torch.fx.Graph) -> bool:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(loops, "cuts_unknown_sizes", fault)
+    for dynamic in (False, None):  # None: traced with symbols first, and again as stock
+        torch._dynamo.reset()
+        same_as_eager(loss, torch.compile(loss, backend="inductor_grpo", options=EAGER, dynamic=dynamic), *inputs())
+        report = inductor_grpo.last_report()
+        assert report is not None and [r.code for r in report.rejections] == ["INTERNAL"]
+        assert "KeyError" in report.rejections[0].message
+    assert not seen
 
 
 def test_require(seen: Seen) -> None:

@@ -267,21 +267,44 @@ def test_small_logits_and_the_option_that_is_named() -> None:
     assert explained(unbroken, arguments()()).rewrites
 
 
+def rewrites_by_call(
+    function: Function, least: float, chunk: int, heads: int, dynamic: bool | None, *tokens: int
+) -> list[list[int]]:
+    """For each call the rewrites of each graph that it compiled; ``least`` and ``chunk`` are rows of logits."""
+    options = {"grpo.codegen": "eager", "grpo.min_logits_bytes": int(4 * least * V), "grpo.chunk_bytes": 4 * chunk * V}
+    found = []
+    with inductor_grpo.capture() as captured:
+        compiled = torch.compile(fresh_copy(function), backend=harness.backend(), options=options, dynamic=dynamic)
+        for n in tokens:
+            before = len(captured.graphs)
+            compiled(normal(n, H, seed=1), *(normal(V, H, seed=2 + i) for i in range(heads)), ids(n, high=V))
+            found.append([len(g.report.rewrites) for g in captured.graphs[before:]])
+    return found
+
+
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_small_logits_are_left_alone_while_they_are_small(dynamic: bool | None) -> None:
     """Sizes above the limit compile anew, once for all of them, and are rewritten; small ones have theirs again."""
-    options = {"grpo.codegen": "eager", "grpo.min_logits_bytes": 4 * 100 * V, "grpo.chunk_bytes": 4 * 20 * V}
-    with inductor_grpo.capture() as captured:
-        compiled = torch.compile(fresh_copy(unbroken), backend=harness.backend(), options=options, dynamic=dynamic)
-        found = []
-        for tokens in (10, 20, 30, 200, 300, 11, 400, 21):
-            before = len(captured.graphs)
-            compiled(normal(tokens, H, seed=1), normal(V, H, seed=2), ids(tokens, high=V))
-            found.append([len(g.report.rewrites) for g in captured.graphs[before:]])
+    found = rewrites_by_call(unbroken, 100, 20, 1, dynamic, 10, 20, 30, 200, 300, 11, 400, 21)
     again = dynamic is False
     assert [found[3], found[4], found[6]] == [[1], [1] if again else [], [1] if again else []]
     assert [count for place in (0, 1, 2) for count in found[place]] in ([0], [0, 0], [0, 0, 0])
     assert [found[5], found[7]] == [[0] if again else []] * 2
+
+
+def divergence(h: Tensor, w: Tensor, other: Tensor, y: Tensor) -> Tensor:
+    """Two heads in one region."""
+    p, q = F.linear(h, w).log_softmax(-1), F.linear(h, other).log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean() + pick(p, y).mean()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_two_heads_are_left_alone_while_they_are_small(dynamic: bool | None) -> None:
+    """The least size is one for both, and passed where each is below it still; a chunk holds so much of each."""
+    found = rewrites_by_call(divergence, 100, 20, 2, dynamic, 20, 30, 49, 70, 90, 300, 21)
+    assert {n for counts in found[:3] for n in counts} == {0} and found[3:] == [[1], [], [], []]
+    found = rewrites_by_call(divergence, 0.01, 40, 2, dynamic, 31, 33, 50, 70)
+    assert {n for counts in found[:2] for n in counts} == {0} and found[2:] == [[1], []]
 
 
 def test_both_sides_of_a_graph_break_are_named() -> None:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +13,13 @@ import torch
 
 import inductor_grpo
 from inductor_grpo.report import Location
-from tests import harness
+from tests import harness, snapshots
 from tests.corpus import faults, odd
 from tests.test_faults import NOT_STREAMED, streamed_facts
 
 ODD = [case for case in odd.CASES.values() if case.outcome != "streamed" and not case.raises]
 FAULTS = [c for c in faults.CASES.values() if c.id in NOT_STREAMED and c.raises is None and not c.own_backward]
-LINES = Path(__file__).parent / "expected" / "left_alone.txt"
+LINES = snapshots.FOLDER / "left_alone.txt"
 SMALLER_THAN_HIDDEN = ("near_softmax_dim0", "near_transposed_logits", "size_vocab_1", "size_vocab_2")
 
 
@@ -49,7 +47,7 @@ def lines_of_large_tensors(captured: inductor_grpo.Capture, facts: harness.Graph
 def known_lines() -> dict[str, list[str]]:
     """By case: code and source line of each rejection."""
     found: dict[str, list[str]] = {}
-    for line in LINES.read_text().splitlines():
+    for line in LINES.read_text(encoding="utf-8").splitlines():
         if line.startswith("  "):
             found[next(reversed(found))].append(line.strip())
         else:
@@ -82,8 +80,9 @@ def accepted() -> Iterator[dict[str, list[str]]]:
     """Writes the file of known lines after all cases have run, where that is asked for."""
     lines: dict[str, list[str]] = {}
     yield lines
-    if os.environ.get("EXPECTTEST_ACCEPT") and len(lines) == len(ODD):
-        LINES.write_text("".join(f"{name}\n" + "".join(f"  {x}\n" for x in lines[name]) for name in sorted(lines)))
+    if snapshots.ACCEPT and len(lines) == len(ODD):
+        text = "".join(f"{name}\n" + "".join(f"  {x}\n" for x in lines[name]) for name in sorted(lines))
+        snapshots.assert_file(LINES.stem, text)
 
 
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
@@ -93,7 +92,7 @@ def test_odd_case(case: odd.Case, accepted: dict[str, list[str]]) -> None:
     if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() > 1:
         facts = harness.graph_facts(args)
     accepted[case.name] = described(assert_explained(case.function, args, None, facts, case.dynamic))
-    if not os.environ.get("EXPECTTEST_ACCEPT"):
+    if not snapshots.ACCEPT:
         assert accepted[case.name] == known_lines()[case.name]
 
 

@@ -114,6 +114,17 @@ def a_buffer_that_is_filled(hidden, weight, labels, old, mask):
 
 
 @loop(N)
+def buffers_in_a_buffer(hidden, weight, labels, old, mask):
+    logits, logp = hidden @ weight.t(), torch.zeros(N)
+    for i, (z, y) in enumerate(zip(logits.split(T), labels.split(T))):
+        rows = torch.zeros(T)
+        for s in range(0, T, 3):
+            rows[s : s + 3] = selected(z[s : s + 3], y[s : s + 3])
+        logp[i * T : (i + 1) * T] = rows
+    return ratio(logp, old, mask)
+
+
+@loop(N)
 def distributions_in_blocks(hidden, weight, labels, old, mask):
     logp = torch.cat([z.float().log_softmax(-1) for z in (hidden @ weight.t()).split(8)])
     return ratio(logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), old, mask)

@@ -1,16 +1,13 @@
 """Chunk bodies as one Triton program a row, and the same steps in plain torch, against eager in float64.
 
-Without CUDA the kernels run in Triton's interpreter, in a process of its own (see test_segment_kernels.py).
+Without CUDA the kernels run in Triton's interpreter, in a process of its own (see interpreter.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -26,9 +23,9 @@ from inductor_grpo.row_kernel import launch, reference
 from inductor_grpo.row_kernel.launch import RowKernel, Unfit
 from inductor_grpo.row_kernel.text import Store, Tile
 
-from . import harness
+from . import harness, interpreter
+from .interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 runs = pytest.mark.skipif(
     not launch.available(torch.device(DEVICE)), reason="needs triton, and CUDA or TRITON_INTERPRET=1"
@@ -43,14 +40,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies.clear()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@interpreter.outside
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    interpreter.assert_passes(__file__)
 
 
 # Bodies, as text that is evaluated in float64 too: UP is the dtype of the maths, DOWN that of the logits.

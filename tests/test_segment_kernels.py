@@ -1,12 +1,9 @@
-"""The kernels of segment programs, against eager in float64; without CUDA they run in Triton's interpreter.
-
-Triton reads TRITON_INTERPRET when it is imported, so a process without it starts one of its own over this file.
-"""
+"""The kernels of segment programs, against eager in float64; without CUDA they run in Triton's interpreter (see
+interpreter.py)."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,8 +18,9 @@ from torch import Tensor
 from inductor_grpo.seam import expressions, kernels, launch
 from inductor_grpo.seam.program import Call, SegmentProgram, accumulator
 from inductor_grpo.seam.reference import reference
+from tests import interpreter
+from tests.interpreter import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = kernels.Tile(tokens=32, warps=1, pieces=4, rounds=2)
 runs = pytest.mark.skipif(not launch.available(), reason="needs triton, and CUDA or TRITON_INTERPRET=1")
@@ -35,14 +33,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "tile_of", lambda tokens: SMALL)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@interpreter.outside
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    interpreter.assert_passes(__file__)
 
 
 # Programs and what eager makes of them

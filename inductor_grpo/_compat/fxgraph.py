@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -38,14 +39,18 @@ def remember_sizes(env: Any, values: dict[sympy.Symbol, int]) -> None:
 _SEEN = "_inductor_grpo_sizes_seen"
 
 
-def hold_below(tensor: torch.Tensor, limit: int) -> None:
-    """Makes it a condition of the compilation that ``tensor`` has fewer than ``limit`` bytes, so that a call with a
-    larger one compiles anew.  Without effect for sizes that are numbers, and for sizes that have no value."""
-    size: Any = tensor.itemsize
-    for dim in tensor.shape:
-        size = size * dim
-    if isinstance(size, torch.SymInt) and size.node.has_hint():
-        bool(size < limit)
+def hold_below(tensors: Iterable[torch.Tensor], limit: int) -> None:
+    """Makes it a condition of the compilation that ``tensors`` have fewer than ``limit`` bytes together, so that a call
+    with larger ones compiles anew.  Without effect for sizes that are numbers, and for sizes that have no value."""
+    total: Any = 0
+    for tensor in tensors:
+        size: Any = tensor.itemsize
+        for dim in tensor.shape:
+            size = size * dim
+        if not isinstance(size, torch.SymInt) or size.node.has_hint():
+            total = total + size
+    if isinstance(total, torch.SymInt):
+        bool(total < limit)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:

@@ -6,22 +6,18 @@ import contextlib
 import dataclasses
 import time
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from inductor_grpo import backend
 from inductor_grpo.capture import Capture, capture
 from inductor_grpo.report import Location
 from inductor_grpo.seam import NAME as SEAM
+from inductor_grpo.tools import accuracy
 from inductor_grpo.tools.peers.case import Case, Made
 from inductor_grpo.tools.peers.inputs import VOCABULARY
-
-FLOOR = {torch.float64: 16, torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
-"""Units in the last place that are allowed beside twice eager's own error: eager is exact by luck now and then."""
 
 
 @dataclasses.dataclass
@@ -64,33 +60,6 @@ class Result:
         return bool(self.regions) and not self.left and not self.error
 
 
-class _Widen(TorchFunctionMode):
-    """Sends every cast to a floating dtype to float64.  Tensors say that they are float32: packages assert that."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]  # a new object at each look
-            dtype = func(*args)
-            return torch.float32 if dtype is torch.float64 else dtype
-        if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
-            return args[0].double()
-
-        def wide(value: Any) -> Any:
-            return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-
-
-@contextlib.contextmanager
-def _widened() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Widen():
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _leaves(args: Any, wide: bool) -> Any:
     def one(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -107,19 +76,11 @@ def _run(step: Any, args: tuple[Any, ...], wide: bool = False) -> list[torch.Ten
     """The step's tensors, then the gradients of its arguments; the loss is what it returns first."""
     torch.manual_seed(0)  # some losses of packages draw
     args = _leaves(args, wide)
-    with _widened() if wide else contextlib.nullcontext():
+    with accuracy.widened(secretly=True) if wide else contextlib.nullcontext():  # packages assert float32
         values = [value for value in tree_leaves(step(*args)) if isinstance(value, torch.Tensor)]
         torch.autograd.backward(values[0])
     gradients = [arg.grad for arg in tree_leaves(args) if isinstance(arg, torch.Tensor) and arg.grad is not None]
     return [value.detach() for value in values] + gradients
-
-
-def _error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    value, truth = value.double(), truth.double()
-    finite = value.isfinite() & truth.isfinite()
-    if not finite.any():
-        return 0.0
-    return float((value - truth)[finite].abs().max() / (truth[finite].abs().max() or 1.0))
 
 
 def compare(
@@ -136,8 +97,8 @@ def compare(
             equal = equal and torch.equal(mine, theirs)
             continue
         equal = equal and torch.equal(mine.isfinite(), theirs.isfinite()) and torch.equal(mine.isnan(), theirs.isnan())
-        a, b = _error(mine, true), _error(theirs, true)
-        least = max(FLOOR[d] * torch.finfo(d).eps for d in (dtype, mine.dtype))
+        a, b = accuracy.error(mine, true), accuracy.error(theirs, true)
+        least = max(accuracy.FLOOR[d] for d in (dtype, mine.dtype))
         equal = equal and a <= 2 * b + least
         worst, yard = max(worst, a), max(yard, b)
         ratio = max(ratio, a / max(b, least))
