@@ -171,12 +171,13 @@ class _Loop:
         widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
         body = self._body(widths, outputs, sums)
         size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes(body), self.group)
+        spans = self._spans(size) if n else []
         for i, sink in enumerate(sinks):
             if sink.kind in ("outer", "outer_t"):
-                fresh = self._empty(dims[i], self._sum_dtype(sink, size >= n))
+                fresh = self._empty(dims[i], self._sum_dtype(sink, len(spans) <= 1))
                 sums[i] = Sum(fresh if n else fresh.zero_())
         if n:
-            self._chunks(body, widths, size, outputs, sums)
+            self._chunks(body, widths, spans, outputs, sums)
             self.live.finish()
         for position, total in sums.items():
             result = total.tensor.to(dtype(sinks[position].dtype))
@@ -187,18 +188,19 @@ class _Loop:
         self,
         body: bodies.Body,
         widths: dict[int, int],
-        size: int,
+        spans: list[tuple[int, int]],
         outputs: list[Tensor | None],
         sums: dict[int, Sum],
     ) -> None:
         sinks = self.program.sinks
-        buffers = [self._empty((size, width), kind) for width, kind in self.logits]
+        longest = max(stop - start for start, stop in spans)
+        buffers = [self._empty((longest, width), kind) for width, kind in self.logits]
         # Summed from the buffer that holds the value: inside the body the sum would need a copy of it.
         late = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
         used_whole = [self.whole[i] for i in self.uses.whole]
         used_syms = [self.syms[i] for i in self.uses.syms]
         operands: list[Tensor] = []
-        for start, stop in self._spans(size):
+        for start, stop in spans:
             count = stop - start
             logits = self._project(start, stop, buffers)
             targets = []
@@ -216,26 +218,31 @@ class _Loop:
             del operands, used_rows, targets
 
     def _spans(self, size: int) -> list[tuple[int, int]]:
-        """The chunks; none has both kept rows and others."""
-        kept = self.kept_rows
+        """The chunks.  None has both rows whose logits are kept for later and others; where they were kept before, only
+        the one chunk of all rows has."""
+        kept = 0 if self.program.reuses and size >= self.n else self.kept_rows
         starts = sorted({*range(0, kept, size), *range(kept, self.n, size)})
         return list(zip(starts, [*starts[1:], self.n]))
 
     def _project(self, start: int, stop: int, buffers: Sequence[Tensor]) -> list[Tensor]:
         """The logits of rows ``start`` to ``stop``, one tensor a projection; kept ones are written where they stay."""
         kept = dict(zip(self.program.keeps, self.kept)) if stop <= self.kept_rows else {}
-        known = dict(self.program.reuses) if stop <= self.kept_rows else {}
+        known = dict(self.program.reuses)
         found = []
         for place, projection in enumerate(self.program.projections):
             out = kept[place][start:stop] if place in kept else buffers[place][: stop - start]
             found.append(out)
-            hidden, weight = self.rows[projection.hidden][start:stop], self.whole[projection.weight]
-            if place in known:
-                out.copy_(self.whole[known[place]][start:stop])
-            elif projection.bias is None:
-                torch.mm(hidden, weight, out=out)
+            first = start
+            if place in known and start < self.kept_rows:
+                first = min(stop, self.kept_rows)
+                out[: first - start].copy_(self.whole[known[place]][start:first])
+            if first == stop:
+                continue
+            hidden, weight = self.rows[projection.hidden][first:stop], self.whole[projection.weight]
+            if projection.bias is None:
+                torch.mm(hidden, weight, out=out[first - start :])
             else:
-                torch.addmm(self.whole[projection.bias], hidden, weight, out=out)
+                torch.addmm(self.whole[projection.bias], hidden, weight, out=out[first - start :])
         return found
 
     def _multiply(

@@ -608,6 +608,24 @@ def test_kept_logits(rows: int, dtype: str, dynamic: bool) -> None:
     assert any("logits kept" in s for s in schedules(facts)) == (rows > 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 8, 1000])
+def test_kept_logits_and_others_in_one_chunk(rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for the weight's gradient, so none is rounded before another is added."""
+    x = inputs(DTYPES[dtype])
+    keep = rows * V * x["weight"].element_size()
+    sums: list[int] = []
+    add = runtime.add_product
+
+    def record(total: runtime.Sum, left: Tensor, right: Tensor) -> None:
+        sums.append(left.shape[1])
+        add(total, left, right)
+
+    monkeypatch.setattr(runtime, "add_product", record)
+    in_two_passes(tokens, list(x.values()), keep_bytes=keep, rows=1000, rewritten=False)
+    assert len(set(sums)) == 1  # of the rows with a gradient, all of them
+
+
 @pytest.mark.parametrize("rows", [8, 1000])
 def test_kept_logits_are_not_computed_again(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     projected = []
