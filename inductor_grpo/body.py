@@ -216,21 +216,17 @@ class Body:
         targets: Sequence[Tensor],
     ) -> list[Tensor | None] | None:
         """The step as one row kernel; None where there is none."""
-        first = self._row_kernel is None or not self._row_kernel.ran
-        if not self.runs_by_row(syms):
+        if not self.runs_by_row(syms) or (kernel := self._row_kernel) is None or not kernel.holds(n, syms):
             return None
-        assert self._row_kernel is not None
+        first = not kernel.ran
         try:
-            if not self._row_kernel.holds(n, syms):
-                return None
-            return self._row_kernel.run(n, logits, rows, whole, syms, targets)
+            return kernel.run(n, logits, rows, whole, syms, targets)
         except Exception as error:
             # A kernel that does not compile has not run: the generated body takes over.
-            if not first or self.specs[0].device.type != "cuda":
+            if not first:
                 raise
-            self.no_row_kernel = f"{type(error).__name__}: {error}"
-            log.warning("a row kernel does not compile, generated code is used: %s", self.no_row_kernel[:2000])
-        return None
+            self._do_without_row_kernel(error)
+            return None
 
     def runs_by_row(self, syms: Sequence[int]) -> bool:
         """Whether the step is one row kernel; ``syms`` are those that the body uses."""
@@ -246,11 +242,15 @@ class Body:
                 self.no_row_kernel = str(reason)
                 log.info("a chunk body has no row kernel: %s", reason)
             except Exception as error:
-                if self.specs[0].device.type != "cuda":
-                    raise
-                self.no_row_kernel = f"{type(error).__name__}: {error}"
-                log.warning("no row kernel could be made, generated code is used: %s", self.no_row_kernel[:2000])
+                self._do_without_row_kernel(error)
         return self._row_kernel is not None
+
+    def _do_without_row_kernel(self, error: Exception) -> None:
+        """Raises ``error`` again where there is nothing but the interpreter that tests run."""
+        if self.specs[0].device.type != "cuda":
+            raise error
+        self.no_row_kernel = f"{type(error).__name__}: {error}"
+        log.warning("a row kernel does not compile, generated code is used: %s", self.no_row_kernel[:2000])
 
     def reset_row_kernel(self) -> None:
         """Looks for a row kernel again at the next run."""

@@ -13,6 +13,8 @@ from typing import Any
 import sympy
 from torch.utils._sympy.functions import FloorDiv
 
+from . import fxgraph
+
 Rules = dict[sympy.Expr, sympy.Expr]
 
 _known: weakref.WeakKeyDictionary[Any, tuple[int, Rules]] = weakref.WeakKeyDictionary()
@@ -35,11 +37,10 @@ def _written(expr: sympy.Expr, rules: Rules) -> sympy.Expr:
 
 
 def _rules(env: Any) -> Rules:
-    assumed = [assertion.expr for several in env.deferred_runtime_asserts.values() for assertion in several]
-    count = len(assumed) + len(env.guards)
+    count = sum(map(len, env.deferred_runtime_asserts.values())) + len(env.guards)
     known = _known.get(env)
     if known is None or known[0] != count:
-        equations = [env.replace(expr) for expr in [*assumed, *(guard.expr for guard in env.guards)]]
+        equations = [env.replace(expr) for expr in [*fxgraph.assertions(env), *(guard.expr for guard in env.guards)]]
         known = (count, _solved([e for e in equations if isinstance(e, sympy.Eq)]))
         _known[env] = known
     return known[1]

@@ -143,8 +143,8 @@ class Frame:
         fxgraph.remember_sizes(env, values)
         self._unite_lengths(values)
         known = set(map(str, env.guards))
-        for assertion in [a for several in env.deferred_runtime_asserts.values() for a in several]:
-            expr = env.simplify(assertion.expr)
+        for assertion in fxgraph.assertions(env):
+            expr = env.simplify(assertion)
             if not expr.free_symbols or not expr.free_symbols <= values.keys():
                 continue
             if expr.xreplace(values) == sympy.false:
@@ -159,8 +159,8 @@ class Frame:
         this call: for a loss it matters that it sees all rows.  That becomes a guard like any equation of sizes."""
         env = self.output.shape_env
         lengths = {size.expr for size in self._sizes() if size.dim is not None} & values.keys()
-        for assertion in [a for several in env.deferred_runtime_asserts.values() for a in several]:
-            expr = env.simplify(assertion.expr)
+        for assertion in fxgraph.assertions(env):
+            expr = env.simplify(assertion)
             sizes = {expr.lhs, expr.rhs} if isinstance(expr, (sympy.Le, sympy.Ge)) else set()
             if len(sizes) == 2 and sizes <= lengths and len({values[size] for size in sizes}) == 1:
                 env.guard_or_defer_runtime_assert(sympy.Eq(expr.lhs, expr.rhs), "equal in the call compiled for")

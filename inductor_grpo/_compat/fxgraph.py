@@ -36,6 +36,11 @@ def remember_sizes(env: Any, values: dict[sympy.Symbol, int]) -> None:
     setattr(env, _SEEN, {**getattr(env, _SEEN, {}), **values})
 
 
+def assertions(env: Any) -> list[Any]:
+    """What a trace assumed about sizes without a value and the graph asserts, as expressions."""
+    return [assertion.expr for several in env.deferred_runtime_asserts.values() for assertion in several]
+
+
 _SEEN = "_inductor_grpo_sizes_seen"
 
 

@@ -1,7 +1,7 @@
 """Tables of ``bucketize`` and ``searchsorted`` that are part of another tensor, such as ``cu_seqlens[1:]``.
 
-Inductor's kernels look up in the memory of the tensor that the table was cut out of, from its start, until torch 2.12:
-the ids are those of ``cu_seqlens``.  A table in memory of its own is read right.
+Inductor of torch 2.11 looks up in the memory of the tensor that the table was cut out of, from its start: the ids are
+those of ``cu_seqlens``.  A table in memory of its own is read right.
 """
 
 from __future__ import annotations

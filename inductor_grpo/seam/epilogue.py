@@ -6,20 +6,17 @@ a kernel of its own, all of whose time is its launch.  So the call does it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.fx as fx
 
-from ..graph import args_of, aten, is_one, is_tensor, shape, target_of, value
-from .calls import call_of, literal
+from ..graph import is_one, is_tensor, shape, target_of, value
+from .calls import CONSTANTS, Calls, call_of
 from .expressions import Unsupported, Value, expression
-from .program import Call, accumulator
+from .program import accumulator
 from .sums import is_view
 from .terms import Terms
-
-_CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
 
 
 def descendants(nodes: Collection[fx.Node]) -> set[fx.Node]:
@@ -37,8 +34,7 @@ class Epilogue:
 
     ``totals``   the nodes of the totals, each with the name of what is summed
     ``waiting``  all that depends on a sum or total that no call has taken yet, which this one cannot read
-    ``belongs``  whether a node is in the same half of the graph as the stage, ``known`` whether one in a half before
-                 it or the same
+    ``late``     the nodes of the backward, where the stage is if ``is_late``
     """
 
     def __init__(
@@ -46,25 +42,25 @@ class Epilogue:
         terms: Terms,
         totals: dict[fx.Node, str],
         waiting: Collection[fx.Node],
-        belongs: Callable[[fx.Node], bool],
-        known: Callable[[fx.Node], bool],
+        late: Collection[fx.Node],
+        is_late: bool,
     ) -> None:
-        self.terms, self.waiting, self.belongs, self.known = terms, waiting, belongs, known
+        self.terms, self.waiting, self.late, self.is_late = terms, waiting, late, is_late
         self.device = value(terms.ids.node).device
         self.names: dict[fx.Node, str] = {}
-        self.calls: list[Call] = []
+        self.calls = Calls("e")
         self._constants: dict[fx.Node, str] = {}
         order = list(dict.fromkeys(totals.values()))
         for node, term in totals.items():
-            self.names[node] = self._cast(f"z{order.index(term)}", terms.dtype_of(term), value(node).dtype)
+            name, dtype = f"z{order.index(term)}", value(node).dtype
+            self.names[node] = name if accumulator(terms.dtype_of(term)) == dtype else self.calls.cast(name, dtype)
         work = list(totals)
         while work:
             for user in work.pop().users:
                 if user in self.names or not self._is_ready(user):
                     continue
-                name = self._write(user)
-                if name is not None:
-                    self.names[user] = name
+                if (written := self._write(user)) is not None:
+                    self.names[user] = written
                     work.append(user)
 
     def outputs(self) -> dict[fx.Node, str]:
@@ -72,7 +68,7 @@ class Epilogue:
         return {node: name for node, name in self.names.items() if node.users.keys() - self.names.keys()}
 
     def _is_ready(self, node: fx.Node) -> bool:
-        if not is_tensor(node) or not all(map(is_one, shape(node))) or not self.belongs(node):
+        if not is_tensor(node) or not all(map(is_one, shape(node))) or (node in self.late) != self.is_late:
             return False
         known_target = is_view(node) or self.terms.supported(str(target_of(node)))
         if node.op != "call_function" or not known_target or value(node).device != self.device:
@@ -80,7 +76,7 @@ class Epilogue:
         return all(a in self.names or self._is_input(a) for a in node.all_input_nodes)
 
     def _is_input(self, node: fx.Node) -> bool:
-        if node in self.waiting or not self.known(node):
+        if node in self.waiting or (node in self.late and not self.is_late):
             return False
         if isinstance(value(node), torch.SymInt):
             return True
@@ -103,24 +99,13 @@ class Epilogue:
             expression(call, operands)
         except Unsupported:
             return None
-        return self._add(call.target, call.args, call.kwargs, value(node).dtype)
+        return self.calls.add(call.target, call.args, call.kwargs, value(node).dtype)
 
     def _named(self, node: fx.Node) -> str:
         if node in self.names:
             return self.names[node]
-        if target_of(node) in _CONSTANTS:
+        if target_of(node) in CONSTANTS:
             if node not in self._constants:
-                number = literal(args_of(node)[-1])
-                self._constants[node] = self._add("aten.scalar_tensor.default", (number,), (), value(node).dtype)
+                self._constants[node] = self.calls.constant(node)
             return self._constants[node]
         return self.terms.scalar_input(node)
-
-    def _cast(self, name: str, given: torch.dtype, wanted: torch.dtype) -> str:
-        if accumulator(given) == wanted:
-            return name
-        return self._add("prims.convert_element_type.default", ("%" + name, str(wanted)), (), wanted)
-
-    def _add(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> str:
-        call = Call(f"e{len(self.calls)}", target, args, kwargs, str(dtype).removeprefix("torch."))
-        self.calls.append(call)
-        return call.name

@@ -78,11 +78,10 @@ def run(
     """Runs a segment program with one kernel, on the current stream of the ids' device and without waiting for it.
 
     ``tokens`` ``[N]`` and ``segments`` ``[S]`` have the dtypes that the program names; ``ids`` ``[N]`` is int32 or
-    int64; ``scalars`` are 0-dim, there or on the CPU; S is ``count``.  Returns the sums
-    ``[S]`` in ``accumulator(dtype)`` and then the program's 0-dim results.  For sorted ids they repeat bit for bit; for
-    unsorted ids the sums are added by atomics in no fixed order.  An id outside of ``[0, S)`` (``[-S, S)`` if the
-    program wraps) trips an assertion on the device, as it does in eager.  Raises ``Unsupported`` for programs without a
-    kernel.
+    int64; ``scalars`` are 0-dim, there or on the CPU; S is ``count``.  Returns the sums ``[S]`` in
+    ``accumulator(dtype)`` and then the program's 0-dim results.  For sorted ids they repeat bit for bit; for unsorted
+    ids the sums are added by atomics in no fixed order.  An id outside of ``[0, S)`` (``[-S, S)`` if the program wraps)
+    trips an assertion on the device, as it does in eager.  Raises ``Unsupported`` for programs without a kernel.
     """
     device = ids.device
     host = tuple([s.device.type == "cpu" and device.type != "cpu" for s in scalars])

@@ -150,9 +150,7 @@ def _emit(
     totals = {t: terms.token(_as_totalled(builder, t)) for t in stage.totals}
     wraps = all(s.wraps for s in stage.sums)
     waiting = descendants([n for s in left for n in (*(x.node for x in s.sums), *s.totals)])
-    epilogue = Epilogue(
-        terms, totals, waiting, lambda n: (n in late) == stage.late, lambda n: stage.late or n not in late
-    )
+    epilogue = Epilogue(terms, totals, waiting, late, stage.late)
     results = epilogue.outputs()
     program = terms.program(list(dict.fromkeys(names)), list(dict.fromkeys(totals.values())), wraps)
     if epilogue.calls:

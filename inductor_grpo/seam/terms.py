@@ -16,7 +16,6 @@ from .._compat import hooks
 from ..graph import (
     GraphBuilder,
     Size,
-    args_of,
     aten,
     is_one,
     is_tensor,
@@ -27,14 +26,13 @@ from ..graph import (
     target_of,
     value,
 )
-from .calls import call_of, literal
-from .program import Call, SegmentProgram
+from .calls import CONSTANTS, Calls, call_of
+from .program import SegmentProgram
 from .sums import Ids, gathered, is_view, through_views
 
 Space = Literal["token", "segment", "scalar"]
 
 _COMPARISONS = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
 
 
 class Terms:
@@ -58,7 +56,7 @@ class Terms:
         self.supported, self.negative = supported, negative
         self.inputs: dict[Space, dict[fx.Node, str]] = {"token": {}, "segment": {}, "scalar": {}}
         self.ints: dict[fx.Node, str] = {}
-        self.calls: list[Call] = []
+        self.calls = Calls("v")
         self.gathers = 0
         self._known: dict[tuple[fx.Node, Space], str] = {}
 
@@ -126,7 +124,7 @@ class Terms:
         target = target_of(node)
         if not isinstance(target, torch._ops.OpOverload) or not self.supported(str(target)):
             return None
-        if target in _CONSTANTS:
+        if target in CONSTANTS:
             return [] if all(isinstance(a, (int, float, list)) for a in node.args[-1:]) else None
         found: list[tuple[fx.Node, Space]] = []
         for a in node.all_input_nodes:
@@ -147,7 +145,7 @@ class Terms:
     def is_frozen(self, scalar: fx.Node) -> bool:
         """A number on the CPU, where a CUDA graph would keep the one that it was captured with."""
         elsewhere = value(scalar).device != value(self.ids.node).device
-        return elsewhere and target_of(scalar) not in _CONSTANTS and hooks.captures_graphs()
+        return elsewhere and target_of(scalar) not in CONSTANTS and hooks.captures_graphs()
 
     def _table(self, node: fx.Node) -> fx.Node | None:
         read = gathered(node)
@@ -184,8 +182,8 @@ class Terms:
         if space == "token" and operands and operands[0][1] == "segment" and gathered(node) is not None:
             self.gathers += 1
             return self._known[operands[0]]
-        if node.target in _CONSTANTS:
-            return self._add("aten.scalar_tensor.default", (literal(args_of(node)[-1]),), (), value(node).dtype)
+        if node.target in CONSTANTS:
+            return self.calls.constant(node)
         spaces = dict(operands)
         wanted = self._compared_as(node)
 
@@ -194,16 +192,11 @@ class Terms:
                 return "%" + self.scalar_input(a)
             name = self._known[a, spaces[a]]
             if wanted is not None and value(a).dtype != wanted:
-                name = self._add("prims.convert_element_type.default", ("%" + name, str(wanted)), (), wanted)
+                name = self.calls.cast(name, wanted)
             return "%" + name
 
         call = call_of(node, "", named)  # which may add conversions before it
-        return self._add(call.target, call.args, call.kwargs, value(node).dtype)
-
-    def _add(self, target: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> str:
-        call = Call(f"v{len(self.calls)}", target, args, kwargs, str(dtype).removeprefix("torch."))
-        self.calls.append(call)
-        return call.name
+        return self.calls.add(call.target, call.args, call.kwargs, value(node).dtype)
 
     @staticmethod
     def _compared_as(node: fx.Node) -> torch.dtype | None:
