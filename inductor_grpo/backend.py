@@ -210,8 +210,14 @@ def _can_rewrite() -> bool:
     if lacking:
         log.warning("torch %s has no %s: inductor_grpo compiles with stock Inductor", torch.__version__, lacking)
     else:
-        from inductor_grpo import ops  # noqa: F401  a cached graph calls our ops and never runs the pass
-        from inductor_grpo.seam import ops as seam_ops  # noqa: F401
+        # A cached graph calls our operators and never runs the pass.
+        from inductor_grpo import ops
+        from inductor_grpo._compat import operator_calls
+        from inductor_grpo.seam import ops as seam_ops
+
+        for operator in ops.OPERATORS:
+            operator_calls.install(operator)
+        operator_calls.install(seam_ops.segments, seam_ops.run)
     return not lacking
 
 

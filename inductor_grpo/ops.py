@@ -115,3 +115,5 @@ torch.library.register_fake(f"{NAMESPACE}::tangent", lambda tangent, kept: torch
 
 rows = torch.ops.inductor_grpo.rows.default
 tiles = torch.ops.inductor_grpo.tiles.default
+OPERATORS = (rows, tiles)
+"""Those that run programs over hidden states."""

@@ -15,7 +15,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from typing import Literal
+from typing import Any, Literal
+
+_HEX = "hex:"
+
+
+def in_hex(text: str) -> str:
+    """A program's text without quotes and backslashes, which :func:`read` takes as well; other strings as they are."""
+    return _HEX + text.encode().hex() if text.startswith("{") else text
+
+
+def read(text: str) -> Any:
+    """The data of a program's text."""
+    plain = bytes.fromhex(text.removeprefix(_HEX)).decode() if text.startswith(_HEX) else text
+    return json.loads(plain)
+
 
 SinkKind = Literal["row", "contract", "outer", "outer_t", "total"]
 
@@ -88,7 +102,7 @@ class Program:
     @functools.lru_cache(maxsize=4096)
     def from_text(text: str) -> Program:
         """Reads what :meth:`to_text` wrote."""
-        data = json.loads(text)
+        data = read(text)
         return Program(
             projections=tuple(Projection(**p) for p in data["projections"]),
             body=data["body"],
@@ -134,7 +148,7 @@ class TileProgram:
     @functools.lru_cache(maxsize=4096)
     def from_text(text: str) -> TileProgram:
         """Reads what :meth:`to_text` wrote."""
-        data = json.loads(text)
+        data = read(text)
         return TileProgram(
             projections=tuple(Projection(**p) for p in data["projections"]),
             tile=data["tile"],

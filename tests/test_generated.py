@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_grpo import body as bodies
+from inductor_grpo.backend import collected
 from tests import harness
 from tests.corpus.spellings import pick
 
@@ -41,3 +42,17 @@ def test_bodies_compile(loss: harness.Function) -> None:
     harness.check(loss, inputs(loss is full_kl), codegen="inductor", rows=16, disable=["tiles"])
     assert bodies.cached()
     assert not any(body.uncompiled for body in bodies.cached())
+
+
+@pytest.mark.parametrize("schedule", ["one-pass", "tiles"])
+def test_code_in_cpp(schedule: str) -> None:
+    """Programs reach the operators through C++'s string literals."""
+    settings = {"cpp_wrapper": True, "grpo.min_logits_bytes": 0, "grpo.chunk_bytes": 16 * 211 * 4}
+    if schedule == "one-pass":
+        settings["grpo.disable"] = "tiles"
+    call = torch.compile(entropy_bonus, backend="inductor_grpo", options=settings)
+    with collected() as reports, torch.set_grad_enabled(schedule == "one-pass"):
+        found, known = harness.run(call, inputs()), harness.run(entropy_bonus, inputs())
+        exact = harness.run(entropy_bonus, inputs(), wide=True)
+    assert any(report.rewrites for report in reports)
+    assert not harness.problems(found, known, exact, harness.floor(inputs()))

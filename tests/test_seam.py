@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 
 from inductor_grpo import seam
 from tests import harness
@@ -194,6 +195,19 @@ def test_one_segment_compiles_on_a_cpu(count: int) -> None:
     """Through generated code, forward and backward; stock Inductor cannot generate a scatter into one element."""
     ids = torch.zeros(9, dtype=torch.int64)
     check(seams.fast_llm, seams.fast_llm_args(ids, count), (2, 3), codegen="inductor")
+
+
+@pytest.mark.parametrize("cpp", [False, True], ids=["python", "cpp"])
+def test_generated_code_passes_the_dispatcher_by(cpp: bool) -> None:
+    """Python code calls the function behind the operator; code in C++ has nothing but the operator."""
+    args = seams.fast_llm_args(torch.tensor([0, 0, 1, 2, 2]), 3)
+    call = torch.compile(seams.fast_llm, backend="inductor_grpo", options={"cpp_wrapper": cpp})
+    with torch.no_grad():
+        found, codes = run_and_get_code(call, *args)
+        known = seams.fast_llm(*args)
+    torch.testing.assert_close(found, known)
+    assert "inductor_grpo.segments" in codes[0] or "inductor_grpo::segments" in codes[0]
+    assert ("segments.default.inductor_grpo_function(" in codes[0]) == (not cpp)
 
 
 @in_modes("sums-static", "fused-static")

@@ -26,7 +26,7 @@ _TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "flexib
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _segments(
+def run(
     tokens: Sequence[Tensor],
     ids: Tensor,
     segments: Sequence[Tensor],
@@ -87,7 +87,7 @@ def _fake(
 
 
 _library.define("segments" + _ARGUMENTS, tags=_TAGS)
-_library.impl("segments", _segments, "CompositeExplicitAutograd")
+_library.impl("segments", run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::segments", _fake, lib=_library)
 
 segments = torch.ops.inductor_grpo.segments.default

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from inductor_grpo.program import read
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -82,7 +84,7 @@ class SegmentProgram:
     @functools.lru_cache(maxsize=4096)
     def from_text(text: str) -> SegmentProgram:
         """Reads what :meth:`to_text` wrote."""
-        data = json.loads(text)
+        data = read(text)
 
         def calls(key: str) -> tuple[Call, ...]:
             return tuple(
