@@ -60,6 +60,8 @@ class Draft:
         """Logits of so many rows are kept for, or taken over from, the program of another schedule stage."""
         self.keeps: list[int] = []
         self.reuses: list[tuple[int, fx.Node]] = []
+        self.takes_over = False
+        """The memory of the reused logits too, which nobody reads after this program."""
         self.graph = fx.Graph()
         self.n, self._logits, self._rows, self._whole, self._syms = (
             self.graph.placeholder(name) for name in ("n", "logits", "rows", "whole", "syms")
@@ -171,7 +173,8 @@ class Draft:
         body = print_function(self.graph, "body", values)
         reuses = tuple((place, self.whole_index(node)) for place, node in self.reuses)
         group, kept = self._number(self.group), self._number(self.kept_rows)
-        return Program(tuple(self.projections), body, tuple(sinks), group, kept, tuple(self.keeps), reuses)
+        keeps, takes_over = tuple(self.keeps), self.takes_over and bool(reuses)
+        return Program(tuple(self.projections), body, tuple(sinks), group, kept, keeps, reuses, takes_over)
 
     def _sink(self, out: Output, value: int, accumulate: str) -> Sink:
         operand = None

@@ -1,21 +1,27 @@
-"""Kept logits: what the two-pass schedule does with memory that it is given.
+"""Kept logits: what a second program over the same logits does with the first one's.
 
-``grpo.keep_bytes`` lets the forward keep the logits of as many leading rows as fit; the backward computes the others
-again.  The forward's and the backward's program project the same rows of the same heads, so one's buffer is the
-other's: the bits are the same too.
+Where both run in the forward, because what stands between them reads the values of all rows, and the logits of all rows
+are one chunk, the first keeps them and the second writes their gradient over them: three matmuls, in the memory of one
+chunk.  Between forward and backward logits are only kept as far as ``grpo.keep_bytes`` goes: those of as many leading
+rows as fit, and the backward computes the others again.
+
+Both programs project the same rows of the same heads, so one's buffer is the other's: the bits are the same too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from . import row_kernel, runtime
+from ._compat import hooks
 from .config import Settings
 from .depth import TANGENT_DEPTH
 from .draft import Draft, RowInput
-from .graph import Dim, GraphBuilder, hint, numel, same_sizes, shape, value
+from .graph import Dim, GraphBuilder, Size, hint, numel, same_sizes, shape, value
 from .program import Projection
 
 
@@ -25,28 +31,32 @@ def plan_kept(
     """Marks the programs of the forward that keep logits.  For each (by id) the programs that take them over, with the
     place of the projection there and in the taker."""
     takers: dict[int, list[tuple[Draft, int, int]]] = {}
-    for draft in drafts if settings.keep_bytes else []:
+    for draft in drafts:
         found = shared_projections(draft, [d for d in drafts if not d.keeps])
         if found is None:
             continue
         forward, places = found
-        forward.kept_rows = draft.kept_rows = kept_rows(builder, draft, list(places), settings)
-        if forward.kept_rows != 0:
+        rows = all_rows(builder, draft, settings) if draft.depth < TANGENT_DEPTH else 0
+        draft.takes_over = rows != 0 and not hooks.recomputes_anything()
+        if rows == 0 and settings.keep_bytes:
+            rows = kept_rows(builder, draft, list(places), settings)
+        if rows != 0:
+            forward.kept_rows = draft.kept_rows = rows
             forward.keeps = sorted(set(places.values()))
             takers[id(forward)] = [(draft, place, own) for own, place in places.items()]
     return takers
 
 
-def shared_projections(backward: Draft, forwards: list[Draft]) -> tuple[Draft, dict[int, int]] | None:
-    """A program of the forward that projects everything that ``backward`` does: for each projection of ``backward``
-    (by its place) the place there."""
-    if backward.depth < TANGENT_DEPTH or not backward.projections or backward.group != 1:
+def shared_projections(later: Draft, drafts: list[Draft]) -> tuple[Draft, dict[int, int]] | None:
+    """A program of the forward, before ``later``, that projects everything that it does: for each projection of
+    ``later`` (by its place) the place there."""
+    if not later.projections or later.group != 1:
         return None
-    wanted = projected(backward)
-    for forward in forwards:
-        if forward.depth < TANGENT_DEPTH and forward.group == 1:
+    wanted = projected(later)
+    for forward in drafts:
+        if forward.depth < min(later.depth, TANGENT_DEPTH) and forward.group == 1:
             known = {key: place for place, key in enumerate(projected(forward))}
-            if same_sizes([numel(forward.rows)], [numel(backward.rows)]) and all(key in known for key in wanted):
+            if same_sizes([numel(forward.rows)], [numel(later.rows)]) and all(key in known for key in wanted):
                 return forward, {place: known[key] for place, key in enumerate(wanted)}
     return None
 
@@ -63,13 +73,40 @@ def projected(draft: Draft) -> list[tuple[RowInput, fx.Node, fx.Node | None]]:
 
 def kept_rows(builder: GraphBuilder, draft: Draft, places: list[int], settings: Settings) -> Dim:
     """How many rows of the projections at ``places`` fit into ``keep_bytes``; 0 where none are worth it."""
-    rows, whole, projections = list(draft.row_inputs), list(draft.whole_inputs), list(draft.projections)
-    row_bytes = 0
-    for place in places:
-        p = projections[place]
-        row_bytes += hint(shape(whole[p.weight])[1]) * value(rows[p.hidden].node).element_size()
-    most: Any = settings.keep_bytes // max(1, row_bytes)
+    most: Any = settings.keep_bytes // max(
+        1, sum(_row_bytes(draft, list(draft.projections)[place]) for place in places)
+    )
     n = numel(draft.rows)
     if most == 0 or isinstance(n, int):
         return min(most, n) if most else 0
     return builder.dim(torch.sym_min(n, most))
+
+
+def all_rows(builder: GraphBuilder, draft: Draft, settings: Settings) -> Dim:
+    """The number of a program's rows where the logits of all of them are one chunk, and 0 where they are more."""
+    whole = list(draft.whole_inputs)
+    heads = [(shape(whole[p.weight])[1], shape(whole[p.weight])[0]) for p in draft.projections]
+    limit = one_chunk_limit(heads, value(draft.origin).device.type, settings)
+    most: Any = limit // max(1, sum(_row_bytes(draft, p) for p in draft.projections))
+    n = numel(draft.rows)
+    if isinstance(n, int):
+        return n if n <= most else 0
+    return builder.dim(n * (1 - torch.sym_min(1, n // (most + 1)))) if hint(n) <= most else 0
+
+
+def one_chunk_limit(heads: Sequence[tuple[Size, Size]], device: str, settings: Settings) -> int:
+    """Bytes of logits up to which all rows are one chunk where their gradient is written; ``heads`` are vocabularies
+    and hidden sizes."""
+    if settings.chunk_bytes:
+        return settings.chunk_bytes
+    if not row_kernel.wanted(settings.row_kernel, device):
+        return runtime.default_chunk_bytes(
+            device
+        )  # what generated code takes beside the logits is as large as they are
+    return runtime.one_chunk_bytes(device, sum(4 * hint(v) * hint(h) for v, h in heads))
+
+
+def _row_bytes(draft: Draft, projection: Projection) -> int:
+    """Bytes of one row of logits."""
+    weight, hidden = list(draft.whole_inputs)[projection.weight], list(draft.row_inputs)[projection.hidden].node
+    return hint(shape(weight)[1]) * value(hidden).element_size()

@@ -1,10 +1,14 @@
-"""The one-pass schedule: a region's backward runs in its forward, chunk by chunk, on the same logits.
+"""The one-pass schedule: a region's backward runs in its forward, on the same logits.
 
 The backward is linear in the tangent of the loss.  Where that is one number, it is taken as 1 in a twin of the backward
 from the tangent to the region's exits, and the gradients that leave the region are multiplied by the tangent
 afterwards.  The twin depends on no tangent.  When all that it reads of the rest of the graph can be known before the
-region runs, its depth is the region's own, so the engine writes forward and backward into one program: three matmuls
-instead of four.
+region runs, its depth is the region's own, so the engine writes forward and backward into one program, which runs chunk
+by chunk: three matmuls instead of four.
+
+Where the twin reads what is computed from the values of all rows (sums over packed sequences, over ranks), it is a
+program of its own after the first.  That pays where the logits of all rows are one chunk: the first program keeps them,
+and the second writes their gradient over them (:mod:`inductor_grpo.keep`).
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import torch
 import torch.fx as fx
 
 from . import plan
+from ._compat import fxgraph
 from .components import Component
 from .config import Settings
-from .depth import is_tangent, node_depths
+from .depth import after_tangent, is_tangent, node_depths
 from .graph import (
     GraphBuilder,
     Size,
@@ -48,7 +53,8 @@ def one_pass(
     """Rewrites the backward of every component that can run in one pass, in place.
 
     Returns the depth from which on the vocabulary-sized nodes of each such component are computed: what their backward
-    reads (another model's log-probs) must be there before.  Components that cannot are left as they are (two-pass).
+    reads (another model's log-probs) must be there before.  Components that cannot are left as they are (two-pass); if
+    it is all of them, the result is empty.
     """
     twins = [t for c in components if (t := _twin(builder, layouts, c)) is not None]
     trained = {layouts[n].space for t in twins for n in t.of.values() if layouts.is_wide(n)}
@@ -69,10 +75,35 @@ def one_pass(
             floors, done = found, [*done, *group]
     mine = {layouts[n].space for twin in done for n in twin.wide(layouts)}
     layouts.drop({n for n in grouped if layouts.space_of(n) not in mine})
-    factors = {t.tangent: _factor(builder, [other for other in done if other.tangent is t.tangent]) for t in done}
-    for twin in done:
+    late = [t for t in twins if t not in done and plan.is_one_chunk(t.component, settings)]
+    late = late if _hold_in_forward(builder, late) else []
+    both = [*done, *late]
+    factors = {t.tangent: _factor(builder, [other for other in both if other.tangent is t.tangent]) for t in both}
+    for twin in both:
         twin.put_in_place(builder, factors[twin.tangent], settings)
+    if late:
+        fxgraph.sort_topologically(builder.graph)
+    for twin in late:
+        depths = node_depths(builder.graph, layouts, floors)
+        gradients = [copy for copy in twin.of.values() if layouts.is_wide(copy)]
+        floors.update(dict.fromkeys(gradients, max(depths[copy] for copy in gradients)))
     return floors
+
+
+def _hold_in_forward(builder: GraphBuilder, twins: list[_Twin]) -> bool:
+    """Lets an output of the forward wait for the gradients of these components; whether there is one."""
+    if not twins:
+        return False
+    outputs, late = list(builder.output.args[0]), after_tangent(builder.graph)
+    for place, node in enumerate(outputs):
+        if not isinstance(node, fx.Node) or node.op == "placeholder" or node in late or not is_tensor(node):
+            continue
+        if is_one(numel(shape(node))):
+            gradients = [twin.of[exit] for twin in twins for exit in twin.exits]
+            outputs[place] = builder.call(torch.ops.inductor_grpo.after.default, node, gradients)
+            builder.output.args = (tuple(outputs),)
+            return True
+    return False
 
 
 def _factor(builder: GraphBuilder, twins: list[_Twin]) -> fx.Node:

@@ -113,6 +113,19 @@ _library.define("tangent(Tensor tangent, Tensor[] kept) -> Tensor", tags=_TAGS)
 _library.impl("tangent", _tangent, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::tangent", lambda tangent, kept: torch.empty_like(tangent), lib=_library)
 
+
+def _after(value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A copy of ``value`` that is there when ``others`` are.
+
+    The gradients of a region that needs all rows first belong to the forward, where its logits are: as a part of what
+    an output of the forward is computed from, torch's partitioner leaves them there."""
+    return value.clone()
+
+
+_library.define("after(Tensor value, Tensor[] others) -> Tensor", tags=_TAGS)
+_library.impl("after", _after, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::after", lambda value, others: torch.empty_like(value), lib=_library)
+
 rows = torch.ops.inductor_grpo.rows.default
 tiles = torch.ops.inductor_grpo.tiles.default
 OPERATORS = (rows, tiles)

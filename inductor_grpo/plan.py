@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from . import keep, row_kernel, runtime
+from . import keep, runtime
 from ._compat import fxgraph
 from .components import Component
 from .config import Settings
@@ -93,11 +93,13 @@ def keeps_sums(component: Component, settings: Settings) -> bool:
     """Weight gradients stay in the float32 of their sums until they are multiplied by the tangent: where there are such
     sums, and where that saves a pass over them (on a CPU it would cost one)."""
     device = value(component.heads[0].node).device.type
-    limit = settings.chunk_bytes or runtime.default_chunk_bytes(device)
-    if not settings.chunk_bytes and row_kernel.wanted(settings.row_kernel, device):
-        sums = sum(4 * hint(head.vocabulary) * hint(head.inner) for head in component.heads)
-        limit = runtime.one_chunk_bytes(device, sums)
-    return device != "cpu" and settings.accumulate == "float32" and component.logits_bytes > limit
+    return device != "cpu" and settings.accumulate == "float32" and not is_one_chunk(component, settings)
+
+
+def is_one_chunk(component: Component, settings: Settings) -> bool:
+    """The logits of all rows are one chunk of a program that writes their gradient."""
+    heads = [(h.vocabulary, h.inner) for h in component.heads]
+    return component.logits_bytes <= keep.one_chunk_limit(heads, value(component.heads[0].node).device.type, settings)
 
 
 def reason_to_undo(component: Component, rewrite: Rewrite, exits: list[Exit], settings: Settings) -> Rejection | None:
@@ -139,7 +141,7 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     for draft in own:
         used = {c.place for exit in exits for c in exit.contributions if c.draft is draft}
         contractions = [p for p in used if draft.outputs[p].kind in ("contract", "outer", "outer_t")]
-        matmuls += len(draft.projections) + len(contractions)
+        matmuls += (0 if draft.takes_over else len(draft.projections)) + len(contractions)
         after = max(after, _buffers(draft, settings))
         late = late or draft.depth >= TANGENT_DEPTH or (bool(contractions) and _projects_again(draft, own))
         gradients = gradients or bool(contractions)
@@ -157,20 +159,24 @@ def _projects_again(draft: Draft, others: list[Draft]) -> bool:
     """A program before this one has made the same logits: the gradient is written in the forward, after sums over
     ranks."""
     mine = set(keep.projected(draft))
-    return any(other.depth < draft.depth and mine & set(keep.projected(other)) for other in others)
+    return not draft.takes_over and any(
+        other.depth < draft.depth and mine & set(keep.projected(other)) for other in others
+    )
 
 
 def _buffers(draft: Draft, settings: Settings) -> int:
     """Bytes of the logits of one chunk or tile, over all projections."""
     whole, rows, total = list(draft.whole_inputs), list(draft.row_inputs), 0
     kind = value(draft.origin).device.type
-    for place, p in enumerate(draft.projections):
+    for place, p in enumerate(draft.projections if not draft.takes_over else ()):
         size = value(rows[p.hidden].node).dtype.itemsize
         n, columns = hint(numel(draft.rows)), hint(shape(whole[p.weight])[1])
         limit = settings.chunk_bytes or runtime.default_chunk_bytes(kind)
         if draft.patterns is not None:
             columns = min(columns, runtime.tile_columns(kind))
             limit = settings.chunk_bytes or runtime.default_tile_bytes(kind)
-        total += min(n * columns * size, max(limit, columns * size * hint(GraphBuilder.size_of(draft.group))))
-        total += hint(GraphBuilder.size_of(draft.kept_rows)) * columns * size if place in draft.keeps else 0
+        kept = hint(GraphBuilder.size_of(draft.kept_rows)) if place in draft.keeps else 0
+        if kept < n:
+            total += min(n * columns * size, max(limit, columns * size * hint(GraphBuilder.size_of(draft.group))))
+        total += kept * columns * size
     return total

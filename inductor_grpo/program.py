@@ -79,8 +79,8 @@ class Program:
 
     Runs of rows are whole groups of ``group`` rows.  The logits of the first ``kept_rows`` rows are returned for each
     projection in ``keeps``, after the results of the sinks; ``reuses`` are pairs of a projection and the tensor in
-    ``whole`` where another program has kept them.  ``group`` and ``kept_rows`` are numbers, or ``"s3"`` for
-    ``syms[3]``.  ``filter_eps``: see :mod:`inductor_grpo.filter`."""
+    ``whole`` where another program has kept them; one that ``takes_over`` may write over them.  ``group`` and
+    ``kept_rows`` are numbers, or ``"s3"`` for ``syms[3]``.  ``filter_eps``: see :mod:`inductor_grpo.filter`."""
 
     projections: tuple[Projection, ...]
     body: str
@@ -89,13 +89,15 @@ class Program:
     kept_rows: int | str = 0
     keeps: tuple[int, ...] = ()
     reuses: tuple[tuple[int, int], ...] = ()
+    takes_over: bool = False
     filter_eps: float = 0.0
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
         data = dataclasses.asdict(self)
-        if not self.filter_eps:
-            del data["filter_eps"]
+        for key in ("takes_over", "filter_eps"):
+            if not data[key]:
+                del data[key]
         return json.dumps(data, separators=(",", ":"), sort_keys=True)
 
     @staticmethod
@@ -111,6 +113,7 @@ class Program:
             kept_rows=data["kept_rows"],
             keeps=tuple(data["keeps"]),
             reuses=tuple((place, whole) for place, whole in data["reuses"]),
+            takes_over=data.get("takes_over", False),
             filter_eps=data.get("filter_eps", 0.0),
         )
 

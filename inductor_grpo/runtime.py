@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -132,6 +132,18 @@ class Sum:
     empty: bool = True
 
 
+class _Buffers(dict[int, Tensor]):
+    """Memory for the logits of a chunk by projection, allocated when it is needed."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def __missing__(self, place: int) -> Tensor:
+        self[place] = self._allocate(place)
+        return self[place]
+
+
 class _Loop:
     def __init__(
         self,
@@ -171,6 +183,8 @@ class _Loop:
         widths = {s.value: self._width(s) for s in sinks if s.kind in bodies.MATMUL_KINDS}
         body = self._body(widths, outputs, sums)
         size = chunk_rows(n, self._row_bytes(), chunk_bytes or self._default_bytes(body), self.group)
+        if self.kept_rows >= n and (self.program.keeps or self.program.takes_over):
+            size = max(1, n)  # their memory is there anyway
         spans = self._spans(size) if n else []
         for i, sink in enumerate(sinks):
             if sink.kind in ("outer", "outer_t"):
@@ -194,7 +208,7 @@ class _Loop:
     ) -> None:
         sinks = self.program.sinks
         longest = max(stop - start for start, stop in spans)
-        buffers = [self._empty((longest, width), kind) for width, kind in self.logits]
+        buffers = _Buffers(lambda place: self._empty((longest, self.logits[place][0]), self.logits[place][1]))
         # Summed from the buffer that holds the value: inside the body the sum would need a copy of it.
         late = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
         used_whole = [self.whole[i] for i in self.uses.whole]
@@ -224,18 +238,23 @@ class _Loop:
         starts = sorted({*range(0, kept, size), *range(kept, self.n, size)})
         return list(zip(starts, [*starts[1:], self.n]))
 
-    def _project(self, start: int, stop: int, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """The logits of rows ``start`` to ``stop``, one tensor a projection; kept ones are written where they stay."""
-        kept = dict(zip(self.program.keeps, self.kept)) if stop <= self.kept_rows else {}
+    def _project(self, start: int, stop: int, buffers: _Buffers) -> list[Tensor]:
+        """The logits of rows ``start`` to ``stop``, one tensor a projection; kept ones are written where they stay, and
+        those that are taken over are where they were kept."""
         known = dict(self.program.reuses)
+        stay = dict(zip(self.program.keeps, self.kept))
+        if self.program.takes_over:
+            stay.update({place: self.whole[kept] for place, kept in known.items()})
         found = []
         for place, projection in enumerate(self.program.projections):
-            out = kept[place][start:stop] if place in kept else buffers[place][: stop - start]
+            stays = place in stay and stop <= self.kept_rows
+            out = stay[place][start:stop] if stays else buffers[place][: stop - start]
             found.append(out)
             first = start
             if place in known and start < self.kept_rows:
                 first = min(stop, self.kept_rows)
-                out[: first - start].copy_(self.whole[known[place]][start:first])
+                if not stays:
+                    out[: first - start].copy_(self.whole[known[place]][start:first])
             if first == stop:
                 continue
             hidden, weight = self.rows[projection.hidden][first:stop], self.whole[projection.weight]

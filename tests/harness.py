@@ -278,7 +278,7 @@ class Recorder(CustomGraphPass):
                     facts.seam_calls += 1
                     facts.segment_sums += len(segment_program(node).sums)
                     continue
-                if target.namespace == NAMESPACE and "tangent" not in str(target):
+                if target.namespace == NAMESPACE and program_text(node) is not None:
                     facts.regions += 1
                     facts.matmuls += program_matmuls(node)
                     continue
@@ -300,14 +300,21 @@ def segment_program(node: torch.fx.Node) -> Any:
     return SegmentProgram.from_text(str(node.args[-1]))
 
 
+def program_text(node: torch.fx.Node) -> str | None:
+    """The program that a call of one of our operators runs, if it does."""
+    return next((arg for arg in node.args if isinstance(arg, str) and arg.startswith("{")), None)
+
+
 def program_matmuls(node: torch.fx.Node) -> int:
     """Matmuls of one region: its projections and its contracting sinks."""
     from inductor_grpo.program import Program, TileProgram
 
-    text = next(arg for arg in node.args if isinstance(arg, str) and arg.startswith("{"))
+    text = program_text(node)
+    assert text is not None
     read = TileProgram.from_text if "tiles" in str(node.target) else Program.from_text
     program = read(text)
-    return len(program.projections) + sum(sink.kind in ("contract", "outer", "outer_t") for sink in program.sinks)
+    projections = 0 if getattr(program, "takes_over", False) else len(program.projections)
+    return projections + sum(sink.kind in ("contract", "outer", "outer_t") for sink in program.sinks)
 
 
 @contextlib.contextmanager

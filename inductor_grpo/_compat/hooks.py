@@ -152,6 +152,12 @@ def captures_graphs(patches: Mapping[str, Any] | None = None) -> bool:
     return bool((patches or {}).get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
+def recomputes_anything() -> bool:
+    """Whether the partitioner may run any operation again in the backward, not just those that are cheap."""
+    config = torch._functorch.config
+    return getattr(config, "activation_memory_budget", 1.0) < 1 or getattr(config, "aggressive_recomputation", False)
+
+
 def compile_fx(
     gm: Any,
     example_inputs: Sequence[Any],
