@@ -6,8 +6,8 @@ what is not finite stays so: a row whose hidden state has a nan or an infinity c
 such a weight every row does.
 
 Which rows are live is known on the device only once the chunk's gradient is.  A CPU looks at once.  CUDA has to wait
-for the answer, so it first watches: a few columns of each row say, a step later and without waiting, how many rows seem
-dead.  Only where they were many does a step wait for each chunk's answer.
+for the answer, so it first watches: a row kernel, or a few columns of each row, say a step later and without waiting
+how many rows seem dead.  Only where they were many does a step wait for each chunk's answer, and rows move meanwhile.
 
 A row kernel says of each row whether its gradient is zero and its logits finite (:mod:`.row_kernel.live`), so that
 neither the gradient nor hidden nor the weight is read for this (:func:`proven`).
@@ -74,7 +74,7 @@ class LiveRows:
     def __init__(self, text: str, device: torch.device, n: int, hidden: int) -> None:
         self._n = n
         self._least = least_share(hidden, device.type)
-        self._on_cpu = self._looks = device.type == "cpu"
+        self._looks = device.type == "cpu"
         self._on_device = packing.on_device(device)
         self._watch: _Watch | None = None
         self._dead: Tensor | None = None
@@ -126,7 +126,7 @@ class LiveRows:
         some columns before it reads all."""
         if self._watch is None and not self._looks:
             return False
-        if self._looks and not self._on_cpu:
+        if self._looks and (self._on_device or value.device.type != "cpu"):
             return True
         is_live = value[:, :PROBE_COLUMNS].ne(0).any(1) if live is None else live.ne(0)
         seemingly = is_live.logical_not_().sum()

@@ -6,6 +6,7 @@ Without CUDA the kernels run in Triton's interpreter, in a process of its own (s
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from inductor_grpo.program import Program, Projection, Sink
 from inductor_grpo.row_kernel import launch
 
 from . import interpreter
-from .test_row_kernel import DEVICE, Case, case, runs, small_tiles  # noqa: F401  (a fixture)
+from .test_row_kernel import DEVICE, Case, case, once, runs, small_tiles  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy tells of each nan
 INF = torch.inf
@@ -187,6 +188,29 @@ def test_few_dead_rows_stay_where_they_are() -> None:
     assert torch.equal(value, expected)
 
 
+@once
+@pytest.mark.parametrize("name", ["plan", "pack", "spread"])
+def test_kernels_compile_for_cuda(name: str) -> None:
+    """Which takes no GPU; rows move 128 bits at a time."""
+    triton = pytest.importorskip("triton", reason="needs triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from inductor_grpo.row_kernel import moves
+
+    function = getattr(moves, name)
+    pointers = {"LIVE": "*i8", "COUNTS": "*i32", "X": "*i64" if name == "pack" else "*bf16"}
+    types = {p.name: "i32" if p.name.islower() else pointers.get(p.name, "*i64") for p in function.params}
+    types["BLOCK"] = "constexpr"
+    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(function.params) if p.name in ("X", "columns")}
+    made = ASTSource(fn=function, signature=types, constexprs={"BLOCK": packing.BLOCK}, attrs=aligned)
+    text = triton.compile(made, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    if name != "plan":
+        assert re.search(r"ld\.global\S*\.v(2\.b64|4\.b32)", text) and re.search(
+            r"st\.global\S*\.v(2\.b64|4\.b32)", text
+        )
+
+
 # Both in a region
 
 
@@ -255,8 +279,7 @@ def test_region(name: str, bad: str, rows: int, apart: bool, multiplied: list[in
     monkeypatch.setattr(live_rows, "_largest", lambda x: (read.append(x.shape[1]), largest(x))[1])
     got = region(c, hidden, weight, "eager+row_kernel", rows, apart)
     assert [b.no_row_kernel for b in bodies.cached()] == [None]
-    if not apart or (name != "entropy" and bad != "weight"):  # where all rows are live, nothing need be read
-        assert read == [H] * (apart * -(-N // rows))  # not the gradient, and hidden only where logits say nothing of it
+    assert read == [H] * (apart * -(-N // rows))  # not the gradient, and hidden only where logits say nothing of it
     if name != "entropy" and bad in ("nothing", "hidden of a dead row", "hidden of a live row"):
         assert sum(multiplied) == len(live) + ("dead" in bad)
     if bad == "weight":
@@ -264,6 +287,23 @@ def test_region(name: str, bad: str, rows: int, apart: bool, multiplied: list[in
     with monkeypatch.context() as patch:
         patch.setattr(runtime.LiveRows, "pack", lambda self, value, *_: (value, None))
         check(got, region(c, hidden, weight, "eager", rows, apart))
+
+
+@runs
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("bad", ["nothing", "hidden", "weight"])
+def test_without_a_row_kernel(bad: str, multiplied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient, hidden and the weight are read, and kernels pack the rows."""
+    c = case("gradient", N, V, torch.float32)
+    c.rows[1][[0, 3, 4, 5, 7, 8]] = 0.0
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(k, H, generator=g).to(DEVICE) for k in (N, V))
+    if bad != "nothing":
+        (hidden if bad == "hidden" else weight)[3, 2] = torch.nan
+    got = region(c, hidden, weight, "eager")
+    assert multiplied == [{"nothing": 5, "hidden": 6, "weight": N}[bad]]
+    monkeypatch.setattr(runtime.LiveRows, "pack", lambda self, value, *_: (value, None))
+    check(got, region(c, hidden, weight, "eager"))
 
 
 @runs
