@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from inductor_grpo import live_rows, packing, runtime
 from inductor_grpo.packing import DevicePacking
 from inductor_grpo.program import Program, Projection, Sink
 from inductor_grpo.row_kernel import launch
+from inductor_grpo.tools import bench_losses
 
-from . import interpreter
+from . import harness, interpreter
 from .test_row_kernel import DEVICE, Case, case, once, runs, small_tiles  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy tells of each nan
@@ -329,6 +331,33 @@ def test_one_dead_row_is_too_few(monkeypatch: pytest.MonkeyPatch, multiplied: li
     got = region(c, hidden, weight, "eager+row_kernel")
     assert multiplied == [N]
     check(got, region(c, hidden, weight, "eager"))
+
+
+@runs
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("schedule", ["one-pass", "two-pass"])
+def test_losses(schedule: str, codegen: str, multiplied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole backend: where the body with the gradient is a row kernel, neither it nor hidden nor the weight
+    is read to find the dead rows."""
+    given = bench_losses.make_inputs(24, 16, 96, torch.float32, DEVICE)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        logp = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+        picked = logp.gather(-1, given["labels"].unsqueeze(-1)).squeeze(-1)
+        return (picked * (torch.arange(24, device=DEVICE) % 3 == 0)).sum()
+
+    if schedule == "one-pass":
+        monkeypatch.setattr(live_rows, "_largest", None)
+        monkeypatch.setattr(runtime.LiveRows, "_is_finite", None)
+    args = [given["hidden"].requires_grad_(), given["weight"].requires_grad_()]
+    options = {"row_kernel": "on", "disable": "tiles", "schedule": schedule, "codegen": codegen}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = harness.run(harness.compiled(loss, 24 * 96 * 4, **options), args)
+    assert multiplied == [8]
+    eager, exact = harness.run(loss, args), harness.run(loss, args, wide=True)
+    assert not harness.problems(ours, eager, exact, harness.floor(args))
 
 
 @pytest.mark.gpu
