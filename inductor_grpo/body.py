@@ -14,7 +14,7 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -157,6 +157,14 @@ def step(
     return results
 
 
+class Operand(NamedTuple):
+    """A value ``[n, c]`` that matmuls read; ``live``, int8 ``[n]``: 0 where a row of it is known to be zero, and the
+    logits of that row that :meth:`Body.checked` names are finite.  None where nothing is known."""
+
+    value: Tensor
+    live: Tensor | None = None
+
+
 class Body:
     """The chunk step of one program for one set of dtypes and widths."""
 
@@ -190,21 +198,29 @@ class Body:
         syms: Sequence[int],
         targets: Sequence[Tensor],
         widths: dict[int, int],
-    ) -> list[Tensor]:
-        """Runs one chunk, see :func:`step`; ``rows``, ``whole`` and ``syms`` hold only what the body uses."""
-        by_row = None if self.no_row_kernel else self._by_row(n, logits, rows, whole, syms, targets)
+        skips: bool = False,
+    ) -> list[Operand]:
+        """Runs one chunk, see :func:`step`; ``rows``, ``whole`` and ``syms`` hold only what the body uses.
+
+        With ``skips`` the operands' memory may hold anything in rows that are known not to be live."""
+        by_row = None if self.no_row_kernel else self._by_row(n, logits, rows, whole, syms, targets, skips)
         compiled = None if self._eager or by_row is not None else self._variant(n, syms, widths)
+        live: Sequence[Tensor | None] = [None] * len(self.plan.operands)
         if by_row is not None:
-            results = by_row
+            results, live = by_row
         elif compiled is None:
             results = self._run_eager(n, logits, rows, whole, syms, targets, widths)
         else:
             results = list(compiled([n, *syms, *logits, *rows, *whole, *targets]))
         placed = dict(self.plan.in_place)
         return [
-            logits[placed[operand]] if result is None else result
-            for operand, result in zip(self.plan.operands, results, strict=True)
+            Operand(logits[placed[operand]] if result is None else result, known)
+            for operand, result, known in zip(self.plan.operands, results, live, strict=True)
         ]
+
+    def checked(self, syms: Sequence[int]) -> frozenset[int]:
+        """The projections whose logits are looked at for :attr:`Operand.live`; ``syms`` are those that are used."""
+        return self._row_kernel.kernel.checked if self.runs_by_row(syms) and self._row_kernel else frozenset()
 
     def _by_row(
         self,
@@ -214,13 +230,14 @@ class Body:
         whole: Sequence[Tensor],
         syms: Sequence[int],
         targets: Sequence[Tensor],
-    ) -> list[Tensor | None] | None:
+        skips: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
         """The step as one row kernel; None where there is none."""
         if not self.runs_by_row(syms) or (kernel := self._row_kernel) is None or not kernel.holds(n, syms):
             return None
         first = not kernel.ran
         try:
-            return kernel.run(n, logits, rows, whole, syms, targets)
+            return kernel.run(n, logits, rows, whole, syms, targets, skips)
         except Exception as error:
             # A kernel that does not compile has not run: the generated body takes over.
             if not first:

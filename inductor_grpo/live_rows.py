@@ -6,27 +6,30 @@ what is not finite stays so: a row whose hidden state has a nan or an infinity c
 such a weight every row does.
 
 Which rows are live is known on the device only once the chunk's gradient is.  A CPU looks at once.  CUDA has to wait
-for the answer, so it first watches: a few columns of each row say, a step later and without waiting, how many rows seem
-dead.  Only where they were many does a step wait for each chunk's answer.
+for the answer, so it first watches: a row kernel, or a few columns of each row, say a step later and without waiting
+how many rows seem dead.  Only where they were many does a step wait for each chunk's answer, and rows move meanwhile.
+
+A row kernel says of each row whether its gradient is zero and its logits finite (:mod:`.row_kernel.live`), so that
+neither the gradient nor hidden nor the weight is read for this (:func:`proven`).
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from inductor_grpo import packing
 from inductor_grpo._compat import codegen
+from inductor_grpo.packing import DevicePacking, Packing
+from inductor_grpo.program import Program
 
 PROBE_COLUMNS = 64
 # The hidden size with which moving a row of logits costs as much as its two matmuls save.
 MOVE_COST: dict[str, float] = {"cpu": 32, "cuda": 600}
-# Rows moved at once when a chunk is packed where it lies.
-BLOCK_ROWS = 256
 
 
 def least_share(hidden: int, device: str) -> float:
@@ -64,38 +67,6 @@ _watches: dict[str, _Watch] = {}
 _lock = threading.Lock()
 
 
-class Packing(NamedTuple):
-    """The ``order`` of live rows that moves few of them: positions ``[k]`` of the rows, of which those in ``holes`` are
-    filled from ``fillers`` and the others lie where they are."""
-
-    order: Tensor
-    holes: Tensor
-    fillers: Tensor
-
-    @staticmethod
-    def of(live: Tensor) -> Packing:
-        """From the flags ``[n]`` of the live rows; waits for the device."""
-        flags = live.to(device="cpu", dtype=torch.bool)
-        count = int(flags.sum())
-        holes = flags[:count].logical_not().nonzero().squeeze(1)
-        fillers = flags[count:].nonzero().squeeze(1) + count
-        order = torch.arange(count)
-        order[holes] = fillers
-        return Packing(*(x.to(live.device, non_blocking=True) for x in (order, holes, fillers)))
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The live rows of ``x``, copied."""
-        return x.index_select(0, self.order)
-
-    def rows_in_place(self, x: Tensor) -> Tensor:
-        """The live rows of ``x``, moved to the front of its own memory."""
-        wide = _in_words(x)
-        for start in range(0, self.holes.shape[0], BLOCK_ROWS):
-            part = slice(start, start + BLOCK_ROWS)
-            wide.index_copy_(0, self.holes[part], wide.index_select(0, self.fillers[part]))
-        return x[: self.order.shape[0]]
-
-
 class LiveRows:
     """Finds the live rows of the chunks in one run of a program; ``text`` is the program, ``n`` its rows, ``hidden``
     the columns of its gradients."""
@@ -103,7 +74,8 @@ class LiveRows:
     def __init__(self, text: str, device: torch.device, n: int, hidden: int) -> None:
         self._n = n
         self._least = least_share(hidden, device.type)
-        self._on_cpu = self._looks = device.type == "cpu"
+        self._looks = device.type == "cpu"
+        self._on_device = packing.on_device(device)
         self._watch: _Watch | None = None
         self._dead: Tensor | None = None
         self._finite: dict[int, bool] = {}
@@ -113,29 +85,73 @@ class LiveRows:
                 self._watch.update()
                 self._looks = self._watch.share >= self._least
 
-    def of(self, value: Tensor, weights: Sequence[Tensor], operands: Sequence[Tensor]) -> Packing | None:
-        """The live rows of a gradient ``value`` ``[n, V]``, or None to take all rows.
+    @property
+    def zeroes(self) -> bool:
+        """Whether :meth:`pack` makes each dead row zero that is not left out, whatever its memory holds.
 
-        ``weights`` are what it is multiplied with from the right, ``operands`` ``[n, H]`` what its transpose is."""
+        It does for a gradient of its own memory with known live rows, when what it is multiplied with is finite for
+        each dead row."""
+        return self._looks and self._on_device
+
+    def pack(
+        self,
+        value: Tensor,
+        owned: bool,
+        weights: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        live: Tensor | None = None,
+    ) -> tuple[Tensor, Packing | DevicePacking | None]:
+        """A gradient ``value`` ``[n, V]`` without rows that are dead, and how they were left out; None: all are there.
+
+        ``weights`` are what it is multiplied with from the right, ``operands`` ``[n, H]`` what its transpose is, in so
+        far as dead rows do not prove them finite.  ``live``, int8 ``[n]``, is 0 where the gradient is known to be zero;
+        without it the gradient is read.  With ``owned`` its memory may be overwritten."""
+        if not self._may_pack(value, live):
+            return value, None
+        if live is None or operands:
+            live = (_largest(value) if live is None else live).ne(0)
+            for operand in operands:
+                live.logical_or_(_largest(operand).isfinite().logical_not_())
+        if self._on_device:
+            return self._pack_on_device(value, owned, weights, live)
+        found = Packing.of(live)
+        dead = value.shape[0] - found.order.shape[0]
+        self._add(dead)
+        if dead < self._least * value.shape[0] or not all(map(self._is_finite, weights)):
+            return value, None
+        return (found.rows_in_place(value) if owned else found.rows(value)), found
+
+    def _may_pack(self, value: Tensor, live: Tensor | None) -> bool:
+        """Whether the live rows are to be found.  CUDA that only watches counts what seems dead, and a CPU looks at
+        some columns before it reads all."""
         if self._watch is None and not self._looks:
-            return None
-        if not self._looks or self._on_cpu:
-            seemingly = value[:, :PROBE_COLUMNS].ne(0).any(1).logical_not_().sum()
-            if not self._looks:
-                self._dead = seemingly if self._dead is None else self._dead.add_(seemingly)
-                return None
-            if seemingly.item() < self._least * value.shape[0]:
-                return None
-        live = _largest(value).ne(0)
-        for operand in operands:
-            live.logical_or_(_largest(operand).isfinite().logical_not_())
-        packing = Packing.of(live)
-        dead = value.shape[0] - packing.order.shape[0]
+            return False
+        if self._looks and (self._on_device or value.device.type != "cpu"):
+            return True
+        is_live = value[:, :PROBE_COLUMNS].ne(0).any(1) if live is None else live.ne(0)
+        seemingly = is_live.logical_not_().sum()
+        if not self._looks:
+            self._dead = seemingly if self._dead is None else self._dead.add_(seemingly)
+            return False
+        return seemingly.item() >= self._least * value.shape[0]
+
+    def _pack_on_device(
+        self, value: Tensor, owned: bool, weights: Sequence[Tensor], live: Tensor
+    ) -> tuple[Tensor, DevicePacking | None]:
+        if not all(map(self._is_finite, weights)):
+            return value, None
+        found = DevicePacking(live.view(torch.int8), math.ceil(self._least * value.shape[0]))
+        if owned:
+            found.pack(value)  # runs while the host waits for the counts
+        alive, kept = found.counts[:2]
+        self._add(value.shape[0] - alive)
+        if kept == value.shape[0]:
+            return value, None
+        return (found.rows_in_place(value) if owned else found.rows(value)), found
+
+    def _add(self, dead: int) -> None:
         if self._watch is not None:
             self._dead = torch.tensor(dead) if self._dead is None else self._dead.add_(dead)
-        if dead < self._least * value.shape[0] or not all(map(self._is_finite, weights)):
-            return None
-        return packing
 
     def _is_finite(self, weight: Tensor) -> bool:
         key = id(weight)
@@ -150,13 +166,33 @@ class LiveRows:
                 self._watch.send(self._dead, self._n)
 
 
-def _in_words(x: Tensor) -> Tensor:
-    """The memory of contiguous rows as the largest integers that it divides into: CUDA moves one at a time."""
-    for word in (torch.int64, torch.int32):
-        bytes_before = x.storage_offset() * x.element_size()
-        if x.shape[1] * x.element_size() % word.itemsize == 0 and bytes_before % word.itemsize == 0:
-            return x.view(word)
-    return x
+def proven(
+    program: Program, rows: Sequence[Tensor], whole: Sequence[Tensor], checked: Collection[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Positions of the row and of the whole tensors that are finite as far as a row without a gradient reads them, if
+    the logits of each such row are finite; ``checked``: the projections whose logits were looked at.
+
+    An element of logits is ``sum_k x[k] * w[k, v]``, a bias added or not.  Where some x[k] is a nan or an infinity, so
+    is its product with any number, zero too (then a nan); so is a sum with such a term, and what it is rounded to.  A
+    row of finite logits therefore has a finite x, and the same of w[k, v]: as each column is in the row, the whole
+    weight is finite.  The converse does not hold (a finite sum may overflow), so a row may needlessly count as live.
+
+    The logits must be as the matmul gave them: nothing masked or scaled.  The weight of a gradient product counts where
+    it is the same memory as a projection's, and hidden likewise.
+    """
+    used = [program.projections[place] for place in checked]
+    hidden = {i for i, t in enumerate(rows) if any(_same(t, rows[p.hidden]) for p in used)}
+    weights = [whole[p.weight] for p in used]
+    return frozenset(hidden), frozenset(
+        i for i, t in enumerate(whole) if t.dim() == 2 and any(_same(t, w) or _same(t.t(), w) for w in weights)
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors show the same memory in the same way."""
+    if a is b:
+        return True
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inductor_grpo import body as bodies
 from inductor_grpo import filter as filtering
+from inductor_grpo import live_rows
 from inductor_grpo._compat import codegen
 from inductor_grpo.live_rows import LiveRows
 from inductor_grpo.program import Program, Sink
@@ -164,6 +165,7 @@ class _Loop:
         self.kept_rows = number(self.program.kept_rows, self.syms)
         self.kept = [self._empty(*spec) for spec in kept_shapes(self.program, rows, whole, self.syms)]
         self.live = LiveRows(text, device, n, max(hidden, default=0))
+        self.proven: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._weight_sums: dict[int, Tensor] = {}
         self.uses = bodies.Uses.of(program.body, len(rows), len(whole), len(syms))
         self.logits = [(whole[p.weight].shape[1], rows[p.hidden].dtype) for p in program.projections]
@@ -213,7 +215,9 @@ class _Loop:
         late = {i for i, s in enumerate(sinks) if s.kind == "total" and i not in body.plan.targets}
         used_whole = [self.whole[i] for i in self.uses.whole]
         used_syms = [self.syms[i] for i in self.uses.syms]
-        operands: list[Tensor] = []
+        self.proven = live_rows.proven(self.program, self.rows, self.whole, body.checked(used_syms))
+        skips = self.live.zeroes and all(self._is_proven(s) for s in sinks if s.kind in bodies.MATMUL_KINDS)
+        operands: list[bodies.Operand] = []
         for start, stop in spans:
             count = stop - start
             logits = self._project(start, stop, buffers)
@@ -222,7 +226,7 @@ class _Loop:
                 out_ = outputs[position]
                 targets.append(sums[position].tensor if out_ is None else out_[start:stop])
             used_rows = [self.rows[i][start:stop].contiguous() for i in self.uses.rows]
-            operands = body.run(count, logits, used_rows, used_whole, used_syms, targets, widths)
+            operands = body.run(count, logits, used_rows, used_whole, used_syms, targets, widths, skips)
             in_place = dict(body.plan.in_place)
             for place in body.plan.operands:
                 mine = [i for i, s in enumerate(sinks) if s.value == place and (s.operand is not None or i in late)]
@@ -266,36 +270,38 @@ class _Loop:
 
     def _multiply(
         self,
-        value: Tensor,
-        owned: bool,
+        operand: bodies.Operand,
+        in_place: bool,
         sinks: Sequence[tuple[int, Sink]],
         start: int,
         stop: int,
         outputs: Sequence[Tensor | None],
         sums: dict[int, Sum],
     ) -> None:
-        """Everything that one gradient ``value`` ``[stop - start, V]`` of a chunk is multiplied with or summed to.
+        """Everything that one gradient ``[stop - start, V]`` of a chunk is multiplied with or summed to.
 
-        ``owned``: its memory may be overwritten."""
-        weights = [self.whole[s.input] for _, s in sinks if s.kind == "contract"]
+        ``in_place``: it lies where logits did."""
+        value, live = operand
         others = {i: self.rows[s.input][start:stop] for i, s in sinks if s.kind in ("outer", "outer_t")}
-        packing = self.live.of(value, weights, list(others.values()))
+        matmuls = [(i, s) for i, s in sinks if s.kind in bodies.MATMUL_KINDS]
+        unknown = [(i, s) for i, s in matmuls if live is None or not self._is_proven(s)]
+        weights = [self.whole[s.input] for _, s in unknown if s.kind == "contract"]
+        operands = [others[i] for i, _ in unknown if i in others]
+        # What a row kernel wrote is in memory of its own.
+        value, packing = self.live.pack(value, in_place or live is not None, weights, operands, live)
         if packing is not None:
-            value = packing.rows_in_place(value) if owned else packing.rows(value)
             others = {i: packing.rows(other) for i, other in others.items()}
         parts = filtering.live_parts(value, self.program.filter_eps)
         for position, sink in sinks:
             if sink.kind == "contract":
                 result = cast(Tensor, outputs[position])[start:stop]
-                target = result
-                if packing is not None:
-                    target = self._empty((value.shape[0], result.shape[1]), result.dtype)
+                target = result if packing is None else packing.room(result)
                 if parts is None:
                     self._contract(value, self.whole[sink.input], target)
                 else:
                     filtering.contract(parts, value, self.whole[sink.input], target, self._weight_sums)
                 if packing is not None:
-                    result.zero_().index_copy_(0, packing.order, target)
+                    packing.spread(target, result)
             elif sink.kind == "total":
                 sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
             elif parts is not None:
@@ -304,6 +310,10 @@ class _Loop:
                 other = others[position]
                 left, right = (value.t(), other) if sink.kind == "outer" else (other.t(), value)
                 add_product(sums[position], left, right)
+
+    def _is_proven(self, sink: Sink) -> bool:
+        """Whether a product's other operand is finite as far as rows that are not live reach it."""
+        return sink.input in self.proven[sink.kind == "contract"]
 
     def _empty(self, dims: tuple[int, int], kind: torch.dtype) -> Tensor:
         return torch.empty(dims, dtype=kind, device=self.device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inductor_grpo import body, live_rows, runtime
-from inductor_grpo.live_rows import Packing
+from inductor_grpo.packing import Packing
 from tests import harness
 from tests.corpus.variants import VARIANTS
 

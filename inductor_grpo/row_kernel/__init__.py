@@ -1,7 +1,11 @@
 """Chunk bodies as one Triton program a row.
 
     recognise   which bodies fit, and in which passes over the row they run
-    text        the kernel of such a plan
+    arguments   what the kernel of such a plan takes
+    text        the kernel
+    live        which rows it tells to have a gradient, and which it leaves out
+    zeros       when a gradient is zero in a whole row
+    moves       kernels that pack the live rows
     statistics  what a pass keeps online, in Triton
     launch      kernels by body and device
     reference   the same steps in plain torch, for reading and for tests

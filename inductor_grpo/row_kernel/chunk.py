@@ -87,13 +87,17 @@ class ChunkKernel:
         whole: Sequence[Tensor],
         syms: Sequence[int],
         targets: Sequence[Tensor],
-    ) -> list[Tensor | None]:
-        """Runs one chunk; what is returned is as of :func:`inductor_grpo.body.step`."""
+        skips: bool = False,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Runs one chunk; what is returned first is as of :func:`inductor_grpo.body.step`.
+
+        Then come the live rows of each operand, as of :class:`RowKernel`, None where the kernel cannot tell."""
         own: list[Tensor | None] = []
         for store in self.kernel.stores[len(targets) :]:
             shape = (n, logits[0].shape[1])
             fresh = store.buffer is None
             own.append(torch.empty(shape, dtype=store.dtype, device=logits[0].device) if fresh else None)
-        self.kernel(n, syms, logits, rows, whole, [*targets, *(x for x in own if x is not None)])
+        live = self.kernel(n, syms, logits, rows, whole, [*targets, *(x for x in own if x is not None)], skips)
+        known = dict(zip(self.kernel.filled, live, strict=True))
         self.ran = True
-        return own
+        return own, [known.get(i) for i in range(len(targets), len(targets) + len(own))]

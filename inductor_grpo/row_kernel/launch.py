@@ -62,7 +62,14 @@ class RowKernel:
         self.device = device
         self.tile = tile_of(self.plan.columns)
         self.reads = text.read(self.plan)
-        self.source = text.source(self.plan, self.inputs, self.stores, self.tile, _interpreted())
+        self.filled = text.filled(self.plan, self.stores)
+        """The outputs of which the kernel tells whether their rows are live."""
+        written = text.write(self.plan, self.inputs, self.stores, self.tile, _interpreted())
+        self.source = written.source
+        self.checked = written.checked
+        """The logits, by place, that are finite in a row that is not live."""
+        self.skips = written.skips
+        """Whether rows can be left out of the last pass."""
         self._function: Any = None
 
     def __call__(
@@ -73,17 +80,23 @@ class RowKernel:
         rows: Sequence[Tensor],
         whole: Sequence[Tensor],
         results: Sequence[Tensor],
-    ) -> None:
-        """Runs ``n`` rows; ``results`` are the tensors of the stores that have memory of their own."""
+        skips: bool = False,
+    ) -> list[Tensor]:
+        """Runs ``n`` rows; ``results`` are the tensors of the stores that have memory of their own.
+
+        Returns for each of ``filled`` an int8 tensor ``[n]``, 0 where the row is not live: its elements are all zero
+        and its ``checked`` logits finite.  With ``skips`` such a row may not have been written.
+        """
         given: dict[str, Sequence[Any]] = {"logits": logits, "rows": rows, "whole": whole, "syms": syms}
         arguments = [given[leaf.kind][leaf.place] for leaf in self.reads]
         for k, leaf in enumerate(self.reads):
             if leaf.kind == "whole" and self.inputs.host[leaf.place]:
                 arguments[k] = arguments[k].item()
-        arguments += results
+        live = [torch.empty(n, dtype=torch.int8, device=self.device) for _ in self.filled]
+        arguments += [*results, *live, *([int(skips)] if self.skips else [])]
         if self.device.type != "cuda":
             self.function[(n, 1, 1)](*arguments)
-            return
+            return live
         with torch.cuda.device(self.device):
             self.function[(n, 1, 1)](
                 *arguments,
@@ -92,6 +105,7 @@ class RowKernel:
                 sanitize_overflow=False,
                 enable_fp_fusion=False,  # products are rounded before they are added, as in eager
             )
+        return live
 
     @property
     def function(self) -> Any:

@@ -9,24 +9,17 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
-from .._compat import codegen
 from ..graph import aten, prims
 from ..seam.calls import call_of
 from ..seam.expressions import Unsupported, Value, cast, expression, held, result
-from ..seam.kernel_terms import POINTED, host_type, indent
+from ..seam.kernel_terms import host_type, indent
 from ..seam.program import Call, accumulator
+from . import live as flags
+from .arguments import Inputs, Store, Tile, filled, pointed, pointer_of, read
 from .recognise import VIEWS, Leaf, Reduction, RowPlan, Unfit, through_views
 
 _HALF = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 _NEUTRAL = {"max": 'float("-inf")', "min": 'float("inf")', "sum": "0", "mean": "0"}
-
-
-class Tile(NamedTuple):
-    """How a row is cut: columns of a tile (a power of two), the warps of a program, tiles read at a time."""
-
-    columns: int
-    warps: int
-    parts: int = 1
 
 
 class _Columns(NamedTuple):
@@ -37,53 +30,24 @@ class _Columns(NamedTuple):
     values: dict[str, Value]
 
 
-@dataclasses.dataclass(frozen=True)
-class Store:
-    """Where an output goes: ``buffer`` is the logits (by place) that a wide one is written over, None a tensor of its
-    own; ``dtype`` is that of the memory."""
+class Text(NamedTuple):
+    """The module text of a kernel; the logits, by place, that it tests for finite rows; whether it can skip rows."""
 
-    dtype: torch.dtype
-    buffer: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Dtypes of the inputs by kind, the last stride of each whole tensor, and which of those are numbers on the
-    host."""
-
-    logits: tuple[torch.dtype, ...]
-    rows: tuple[torch.dtype, ...]
-    whole: tuple[torch.dtype, ...]
-    strides: tuple[int, ...]
-    host: tuple[bool, ...]
-
-    @staticmethod
-    def of(specs: Sequence[codegen.TensorSpec], logits: int, rows: int, whole: int, device: torch.device) -> Inputs:
-        """From the specs of logits, rows and whole tensors, in this order."""
-        dtypes = [spec.dtype for spec in specs]
-        last = specs[logits + rows : logits + rows + whole]
-        return Inputs(
-            tuple(dtypes[:logits]),
-            tuple(dtypes[logits : logits + rows]),
-            tuple(spec.dtype for spec in last),
-            tuple(spec.stride[-1] if spec.stride else 1 for spec in last),
-            tuple(spec.device != device for spec in last),
-        )
+    source: str
+    checked: frozenset[int]
+    skips: bool
 
 
-def source(plan: RowPlan, inputs: Inputs, stores: Sequence[Store], tile: Tile, interpreted: bool) -> str:
-    """The module text of the kernel.  Its arguments: logits, rows, whole and integers that the plan reads, each in
-    order, then the stores with memory of their own.  Raises Unfit."""
+def write(plan: RowPlan, inputs: Inputs, stores: Sequence[Store], tile: Tile, interpreted: bool) -> Text:
+    """The text of the kernel.  Its arguments: logits, rows, whole and integers that the plan reads, each in order, then
+    the stores with memory of their own, then for each of :func:`filled` where its live rows go, and, if it skips,
+    whether it is to.  Raises Unfit."""
     try:
-        return _Writer(plan, inputs, stores, tile, interpreted).text()
+        writer = _Writer(plan, inputs, stores, tile, interpreted)
+        checked = frozenset(writer.finite.places.values())
+        return Text(writer.text(), checked, writer.skipping.conditions is not None)
     except Unsupported as error:
         raise Unfit(str(error)) from None
-
-
-def read(plan: RowPlan) -> list[Leaf]:
-    """The inputs that the kernel takes, in the order in which it does."""
-    order = ("logits", "rows", "whole", "syms")
-    return sorted(plan.leaves.values(), key=lambda leaf: (order.index(leaf.kind), leaf.place))
 
 
 class _Writer:
@@ -96,7 +60,11 @@ class _Writer:
         self.labels: dict[fx.Node, str] = {}
         # By the hardware's exp2, with an error of 2**-24 of the exponent, where rounding the logits made one of 2**-12.
         self.approximates = all(dtype.itemsize < 4 for dtype in inputs.logits)
+        self.filled = filled(plan, stores)
         self.rereads = len(plan.passes) + any(out in plan.wide for out in plan.outputs)
+        written = [plan.outputs[i] for i in self.filled]
+        self.finite = flags.Finite(plan, written, tile.columns)
+        self.skipping = flags.Skipping(plan, written, self.finite)
 
     # The kernel
 
@@ -108,7 +76,7 @@ class _Writer:
         body = self._body()
         parameters = self._parameters()
         names = [p.partition(":")[0] for p in parameters]
-        small = [n for n, p in zip(names, parameters) if p.startswith(("R", "W", "OUT")) and not self._is_vector(n)]
+        small = [n for n in names if n.startswith(("R", "W", "OUT", "LIVE")) and not self._is_vector(n)]
         plain = [n for n in names if n[0].islower()]
         return "\n".join(
             [
@@ -134,14 +102,16 @@ class _Writer:
             elif leaf.kind == "whole" and self.inputs.host[leaf.place]:
                 found.append(f"w{leaf.place}: '{host_type(self.inputs.whole[leaf.place])}'")
             else:
-                found.append(f"{_pointer(leaf)}: '*{_pointed(getattr(self.inputs, leaf.kind)[leaf.place])}'")
+                found.append(f"{pointer_of(leaf)}: '*{pointed(getattr(self.inputs, leaf.kind)[leaf.place])}'")
         stores = enumerate(self.stores)
-        return found + [f"OUT{i}: '*{_pointed(store.dtype)}'" for i, store in stores if store.buffer is None]
+        found += [f"OUT{i}: '*{pointed(store.dtype)}'" for i, store in stores if store.buffer is None]
+        found += [f"LIVE{i}: '*i8'" for i in self.filled]
+        return found + (["skips: 'i32'"] if self.skipping.conditions is not None else [])
 
     def _is_vector(self, pointer: str) -> bool:
         if pointer.startswith("OUT"):
             return self.plan.outputs[int(pointer[3:])] in self.plan.wide
-        return any(_pointer(leaf) == pointer and node in self.plan.wide for node, leaf in self.plan.leaves.items())
+        return any(pointer_of(leaf) == pointer and node in self.plan.wide for node, leaf in self.plan.leaves.items())
 
     def _body(self) -> list[str]:
         plan = self.plan
@@ -153,6 +123,7 @@ class _Writer:
         for level, reductions in enumerate(plan.passes):
             self._row_values(level)
             self._pass(level, reductions)
+            self.lines += self.finite.end(level)
         self._row_values(len(plan.passes))
         self._store_rows()
         self._store_wide()
@@ -206,7 +177,7 @@ class _Writer:
             return Value(f"n{leaf.place}.to(tl.int64)", torch.int64, False, wrapped=True)
         dtype = getattr(self.inputs, leaf.kind)[leaf.place]
         wide = node in self.plan.wide
-        pointer = _pointer(leaf)
+        pointer = pointer_of(leaf)
         if leaf.kind == "whole" and self.inputs.host[leaf.place]:
             text = f"w{leaf.place}"
         elif leaf.kind == "whole":
@@ -267,6 +238,7 @@ class _Writer:
         columns, tile = self.plan.columns, self.tile
         step = tile.columns * tile.parts
         whole = columns // step * step
+        self.lines += self.finite.begin(number)
         if whole:
             self.lines.append(f"for start in range(0, {whole}, {step}):")
             self.lines += indent(self._block(number, targets, tile.parts, False, use))
@@ -296,7 +268,9 @@ class _Writer:
             for node in self.plan.wide_before(targets):
                 leaf = self.plan.leaves.get(node)
                 hint = f", eviction_policy='{policy}'" if leaf is not None and leaf.kind != "whole" else ""
-                self._write(node, tile.values, f"p{number}{'abcdefgh'[k]}_", tile.at, mask + hint)
+                prefix = f"p{number}{'abcdefgh'[k]}_"
+                self._write(node, tile.values, prefix, tile.at, mask + hint)
+                self.lines += self.finite.add(number, node, prefix + self.names[node])
         found = self.lines + use(tiles)
         self.lines = outer
         return found
@@ -363,33 +337,48 @@ class _Writer:
 
     def _store_rows(self) -> None:
         for i, out in enumerate(self.plan.outputs):
-            if out not in self.plan.wide and self.stores[i].buffer is None and not self._fills(i):
+            if i not in self.filled:
                 self.lines.append(f"tl.store(OUT{i} + row, {self._stored(out, i, self.values)})")
 
-    def _fills(self, i: int) -> bool:
-        """Whether an output has a vocabulary of columns."""
-        sizes = self.plan.outputs[i].meta["val"].shape
-        return self.stores[i].buffer is not None or (len(sizes) > 0 and sizes[-1] == self.plan.columns > 1)
-
     def _store_wide(self) -> None:
-        outputs = [i for i, out in enumerate(self.plan.outputs) if out in self.plan.wide or self._fills(i)]
-        if not outputs:
+        if not self.filled:
             return
+        if self.skipping.conditions is None:
+            self._write_rows()
+            return
+        test = self.skipping.test(lambda node: self.values["%" + self.names[node]])
+        self.lines.append(f"known_zero = {test}")
+        outer, self.lines = self.lines, []
+        self._write_rows()
+        outer.append("if ((skips != 0) & known_zero) == 0:")
+        outer += indent(self.lines)
+        self.lines = [*outer, "else:", *indent([flags.dead(i) for i in self.filled])]
+
+    def _write_rows(self) -> None:
+        """The last pass."""
+        number, outputs = len(self.plan.passes), [self.plan.outputs[i] for i in self.filled]
         if any(node.target is aten.gather.default for node in self.plan.nodes):
             self.lines.append("tl.debug_barrier()  # no warp may write over an element that another has yet to pick")
+        kinds = [out.meta["val"].dtype for out in outputs]
+        if not self.finite.first_read:
+            self.lines.append("spoilt = tl.full([], 0, tl.int32)  # no row of logits is read")
+        self.lines += [flags.begin_bits(i, kind, self.tile.columns) for i, kind in zip(self.filled, kinds)]
 
         def stored(tiles: list[_Columns]) -> list[str]:
             lines = []
             for tile in tiles:
                 mask = f", mask={tile.live}" if tile.live else ""
-                for i in outputs:
+                for i, out in zip(self.filled, outputs):
                     buffer = self.stores[i].buffer
                     pointer = f"OUT{i}" if buffer is None else f"Z{buffer}"
-                    value = self._stored(self.plan.outputs[i], i, tile.values)
+                    value = self._stored(out, i, tile.values)
                     lines.append(f"tl.store({pointer} + before + {tile.at}, {value}{mask})")
+                    lines.append(flags.add_bits(i, tile.values["%" + self.names[out]], tile.live))
             return lines
 
-        self._over_columns(len(self.plan.passes), [self.plan.outputs[i] for i in outputs], stored)
+        self._over_columns(number, outputs, stored)
+        self.lines += self.finite.end(number)
+        self.lines += [flags.end_bits(i, kind) for i, kind in zip(self.filled, kinds)]
 
     def _stored(self, out: fx.Node, i: int, values: dict[str, Value]) -> str:
         value, dtype = values["%" + self.names[out]], self.stores[i].dtype
@@ -398,14 +387,4 @@ class _Writer:
         return f"({text}).to({'tl.int8' if dtype == torch.bool else kind})"
 
 
-def _pointer(leaf: Leaf) -> str:
-    return {"logits": "Z", "rows": "R", "whole": "W", "syms": "n"}[leaf.kind] + str(leaf.place)
-
-
-def _pointed(dtype: torch.dtype) -> str:
-    if dtype not in POINTED:
-        raise Unfit(f"a tensor of {dtype}")
-    return POINTED[dtype]
-
-
-__all__ = ["Inputs", "Store", "Tile", "read", "source"]
+__all__ = ["Inputs", "Store", "Text", "Tile", "filled", "read", "write"]
