@@ -15,8 +15,6 @@ import hashlib
 import importlib
 import inspect
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_grpo import breaks, config, generalise
+from inductor_grpo import breaks, config, files, generalise
 from inductor_grpo._compat import hooks
 from inductor_grpo.capture import begin_compilation, drop_compilation, end_compilation, requested_codegen
 from inductor_grpo.config import Settings
 from inductor_grpo.report import Rejection, Report, RequireError
 
 if TYPE_CHECKING:
+    from inductor_grpo._compat.first_trace import Beginning
     from inductor_grpo._compat.frames import Frame
+    from inductor_grpo._compat.retrace import Step
 
 log = logging.getLogger("inductor_grpo")
 
@@ -149,14 +149,29 @@ def inductor_grpo(
     Raises ``ValueError`` for a bad ``grpo.`` option, what Inductor raises for a bad option of its own, and
     :class:`RequireError` under ``grpo.require``; ``torch.compile`` wraps all of them in ``BackendCompilerFailed``.
     """
-    ours, theirs = config.split_options(options)
-    settings = config.current().with_options(ours)
-    patches = hooks.resolve_options(mode, theirs)
+    settings, patches = _resolve(mode, options)
     frame = generalise.before(gm, patches) if settings.generalise and _can_rewrite() else None
     return _compile(gm, generalise.arguments(frame, example_inputs), settings, patches, frame=frame)
 
 
+def _resolve(mode: str | None = None, options: Mapping[str, Any] | None = None) -> tuple[Settings, dict[str, Any]]:
+    ours, theirs = config.split_options(options)
+    return config.current().with_options(ours), hooks.resolve_options(mode, theirs)
+
+
 inductor_grpo.reset = hooks.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def _recalled(beginning: Beginning) -> tuple[Any, Step | None]:
+    """What an earlier process found out about the frame that is about to be traced for us."""
+    settings, patches = _resolve(**beginning.options)
+    folder = hooks.cache_folder(patches)
+    if folder is None or not settings.generalise or not _can_rewrite():
+        return None, None
+    return generalise.recalled(beginning, patches, folder, (RewritePass(settings).uuid(), sorted(patches.items())))
+
+
+generalise.watch(inductor_grpo, _recalled)
 
 
 def _compile(
@@ -191,7 +206,7 @@ def _compile(
         if not session.called:  # Inductor's caches answered
             session.report = _load(stored)
         elif stored:
-            _store(stored, session.report)
+            files.write(stored, session.report.to_json())
         return compiled
     except Exception as error:
         abandoned = generalise.is_abandoned(error)
@@ -350,20 +365,3 @@ def _load(path: Path | None) -> Report:
             log.debug("no report is stored at %s", path, exc_info=True)
     report.from_cache = True
     return report
-
-
-def _store(path: Path, report: Report) -> None:
-    """Written beside its place and moved there: a reader in another process sees all of it or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(report.to_json())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError:
-        log.debug("the report could not be stored at %s", path, exc_info=True)

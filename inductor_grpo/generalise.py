@@ -13,13 +13,17 @@ Dynamo builds its guards from the last trace alone, and equations between unback
 so a call that does not fit compiles again instead of failing.  Where the trace cannot do without a value (``if
 num_segments == 0``), the frame is traced with backed symbols, which is stock's behaviour from its second compilation
 on; where that fails too, as stock would have done at once.
+
+What a second trace was made with is kept for the next process, which begins with that trace
+(:mod:`inductor_grpo.recall`); where it does not do, the frame is traced as if nothing had been kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +33,8 @@ from inductor_grpo.report import Report
 log = logging.getLogger("inductor_grpo")
 
 try:
-    from inductor_grpo import tokens
-    from inductor_grpo._compat import frames, hooks, retrace, size_arguments
+    from inductor_grpo import recall, tokens
+    from inductor_grpo._compat import first_trace, frames, hooks, retrace, size_arguments
     from inductor_grpo._compat.frames import Broken, Frame, Input
     from inductor_grpo._compat.retrace import Marks, Step
 
@@ -41,15 +45,44 @@ except (ImportError, AttributeError, TypeError) as error:  # what they hold on t
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One trace of the frame: its kind of symbols, and where the first trace ended."""
+    """One trace of the frame: its kind of symbols, and where the first trace ended.
+
+    ``choice`` is what the next process can begin with if this trace does; ``recalled`` where this one began so.
+    """
 
     name: str
     end: tuple[Any, ...]
     marks: Marks
     watched: bool = True
+    choice: recall.Choice | None = None
+    recalled: recall.Place | None = None
 
     def __str__(self) -> str:
         return self.name
+
+
+def watch(backend: Callable[..., Any], choose: Callable[[first_trace.Beginning], tuple[Any, Step | None]]) -> None:
+    """Has ``choose``, which is to call :func:`recalled`, asked before the first trace of each frame of ``backend``."""
+    if not _can_retrace():
+        return
+    try:
+        first_trace.watch(backend, choose)
+    except Exception:  # a surprise in what is private
+        log.debug("every process looks for itself", exc_info=True)
+
+
+def recalled(
+    beginning: first_trace.Beginning, patches: Mapping[str, Any], folder: Path, parts: Iterable[object]
+) -> tuple[recall.Place | None, Step | None]:
+    """Before the first trace of a frame: where its marks are kept, and a trace with them if there are any."""
+    if frames.static() or _captures_graphs(patches):
+        return None, None
+    place = recall.place(beginning, folder, parts)
+    found = recall.load(place, beginning)
+    if found is None:
+        return place, None
+    marks, end = found
+    return place, _step(Phase("unbacked", end, marks, recalled=place))
 
 
 def before(gm: Any, patches: Mapping[str, Any]) -> Frame | None:
@@ -88,9 +121,15 @@ def after(frame: Frame | None) -> None:
     """Called when the graph has compiled: what the compilation assumed about unbacked sizes become guards."""
     if frame is None or frame.state is None or frame.state.name != "unbacked":
         return
+    phase: Phase = frame.state
     broken = frame.settle()
     if broken is not None:
-        retrace.restart(frame, _without(frame.state, broken))
+        retrace.restart(frame, _without(phase, broken))
+    if phase.choice is not None:
+        try:
+            recall.store(frame, phase.choice)
+        except Exception:  # a surprise in what is private
+            log.debug("the next process looks for itself", exc_info=True)
 
 
 def is_abandoned(error: Exception) -> bool:
@@ -111,11 +150,12 @@ def check_floats(frame: Frame, decisions: tuple[int, frozenset[str]]) -> None:
     """
     floats = frame.floats_decided_since(decisions)
     if floats:
+        _give_up_recalled(frame, "the value of a float decides something")
         phase = frame.state or Phase("as stock", frame.end, Marks())
         marks = dataclasses.replace(phase.marks, constants=phase.marks.constants | floats)
         watched = marks != phase.marks  # once is enough; otherwise that cache has to stay off
         log.debug("the values of %s decide something: they become constants", ", ".join(sorted(floats)))
-        retrace.restart(frame, _step(dataclasses.replace(phase, marks=marks, watched=watched)))
+        retrace.restart(frame, _step(dataclasses.replace(phase, marks=marks, watched=watched, choice=None)))
 
 
 _DEPENDS_ON_SIZES = ("NO_ROW_RULE", "LAYOUT", "INTERNAL", "TOO_SMALL", "UNPROFITABLE")
@@ -130,6 +170,7 @@ def check_report(frame: Frame | None, report: Report, cut_up: bool) -> None:
         return
     kept = [r for r in report.rejections if r.code in _DEPENDS_ON_SIZES]
     if kept or cut_up:
+        _give_up_recalled(frame, "a head is left alone")
         log.debug("%s symbols leave a head alone (%s)", phase, kept[0].code if kept else "in pieces")
         stock = Phase("as stock", phase.end, Marks(forgotten=phase.marks.floats, codes=phase.marks.codes))
         retrace.restart(frame, _step(stock))
@@ -151,7 +192,7 @@ def _first(frame: Frame, patches: Mapping[str, Any]) -> Step | None:
     marks = choose(frame)
     if marks == Marks(codes=marks.codes):
         return None
-    return _step(Phase("unbacked", frame.end, marks))
+    return _step(Phase("unbacked", frame.end, marks, choice=recall.choice(frame, marks)))
 
 
 def _next(frame: Frame) -> Step | None:
@@ -180,6 +221,9 @@ def _step(phase: Phase) -> Step:
 
 def _fallback(phase: Phase, reason: str) -> Step:
     log.debug("%s symbols do not do: %s", phase, reason)
+    if phase.recalled is not None:
+        recall.forget(phase.recalled)
+        return Step(None, Marks(forgotten=phase.marks.floats, codes=phase.marks.codes))
     if phase.name == "unbacked":
         return _step(Phase("backed", phase.end, dataclasses.replace(phase.marks, kind="backed")))
     return _step(Phase("as stock", phase.end, Marks(forgotten=phase.marks.floats, codes=phase.marks.codes)))
@@ -187,13 +231,22 @@ def _fallback(phase: Phase, reason: str) -> Step:
 
 def _without(phase: Phase, broken: Broken) -> Step:
     """Once more, with the dimensions static that are broadcast in this call."""
+    if phase.recalled is not None:
+        return _fallback(phase, broken.reason)
     tensors = tuple(
         (name, tensor, dims - {dim for of, dim in broken.ones if of == name})
         for name, tensor, dims in phase.marks.tensors
     )
     if tensors == phase.marks.tensors:
         return _fallback(phase, broken.reason)
-    return _step(dataclasses.replace(phase, marks=dataclasses.replace(phase.marks, tensors=tensors)))
+    return _step(dataclasses.replace(phase, marks=dataclasses.replace(phase.marks, tensors=tensors), choice=None))
+
+
+def _give_up_recalled(frame: Frame, reason: str) -> None:
+    """Does not return where the marks are those of an earlier process: they are no better than none."""
+    phase: Phase | None = frame.state
+    if phase is not None and phase.recalled is not None:
+        retrace.restart(frame, _fallback(phase, reason))
 
 
 def _captures_graphs(patches: Mapping[str, Any]) -> bool:

@@ -18,6 +18,9 @@ from inductor_grpo._compat import fxgraph
 STATE = "_inductor_grpo_state"
 """The attribute of Dynamo's compile context that holds the traces of one compilation (:mod:`.retrace`)."""
 
+NOTE = "_inductor_grpo_note"
+"""The attribute of it that holds what was found before the first trace (:mod:`.first_trace`)."""
+
 _USER_MARKS = (
     "_dynamo_dynamic_indices",
     "_dynamo_weak_dynamic_indices",
@@ -74,9 +77,14 @@ class Frame:
         return attempts.step.state if attempts is not None else None
 
     @property
+    def note(self) -> Any:
+        """What was found before the first trace of this compilation; None when nobody asked."""
+        return getattr(self.context, NOTE, None)
+
+    @property
     def codes(self) -> frozenset[tuple[str, int, str]]:
         """The functions that the trace has gone through: file, first line, name."""
-        return frozenset((c.co_filename, c.co_firstlineno, c.co_name) for c in self.output.traced_code)
+        return frozenset(map(code_name, self.output.traced_code))
 
     @property
     def has_generators(self) -> bool:
@@ -87,8 +95,12 @@ class Frame:
     @property
     def static(self) -> bool:
         """``torch.compile(dynamic=False)``, or settings to that effect."""
-        settings = torch._dynamo.config
-        return not settings.automatic_dynamic_shapes and settings.assume_static_by_default
+        return static()
+
+    @property
+    def code(self) -> tuple[str, int, str]:
+        """The function that is compiled: file, first line, name."""
+        return code_name(self.root.f_code)
 
     @property
     def end(self) -> tuple[Any, ...]:
@@ -210,6 +222,28 @@ class Frame:
             if isinstance(tracked.fake, torch.SymInt) and tracked.fake.node.expr.free_symbols
         }
         return names - symbolic
+
+
+def code_name(code: types.CodeType) -> tuple[str, int, str]:
+    """File, first line and name of a function."""
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def static() -> bool:
+    """``torch.compile(dynamic=False)``, or settings to that effect."""
+    settings = torch._dynamo.config
+    return not settings.automatic_dynamic_shapes and settings.assume_static_by_default
+
+
+def static_by_default() -> bool:
+    """Whether an input is a symbol only where Dynamo has seen it change, or by marks; not so under ``dynamic=True``."""
+    return bool(torch._dynamo.config.assume_static_by_default)
+
+
+def shape_settings() -> tuple[object, ...]:
+    """Dynamo's settings that say which inputs are symbols without anybody's marks."""
+    names = ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_int", "specialize_float")
+    return tuple(getattr(torch._dynamo.config, name, None) for name in names)
 
 
 def current(gm: Any) -> Frame | None:

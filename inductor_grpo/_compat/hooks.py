@@ -260,9 +260,7 @@ def graph_key(gm: Any, example_inputs: Sequence[Any], *parts: object) -> str | N
     if not isinstance(gm, torch.fx.GraphModule):
         return None
     text = [repr(part) for part in parts]
-    text += [torch.__version__, repr(torch.is_grad_enabled()), repr(torch.is_inference_mode_enabled())]
-    text += [repr(torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")]
-    text += [repr(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+    text += [torch.__version__, *modes()]
     known = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
     if len(known) != len(example_inputs) or any(value is None for value in known):
         text += [_describe(value) for value in example_inputs]  # else the sizes of this call, which others share
@@ -271,6 +269,18 @@ def graph_key(gm: Any, example_inputs: Sequence[Any], *parts: object) -> str | N
             continue
         text.append(str(module.graph))
         text += [_describe(node.meta.get("example_value")) for node in module.graph.nodes if node.op == "placeholder"]
+    return hash_of(text)
+
+
+def modes() -> list[str]:
+    """The modes that decide what a graph does with the same operations."""
+    text = [repr(torch.is_grad_enabled()), repr(torch.is_inference_mode_enabled())]
+    text += [repr(torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")]
+    return text + [repr(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+
+
+def hash_of(text: Sequence[str]) -> str:
+    """A hash of ``text`` without the addresses in it."""
     return hashlib.sha256(_ADDRESS.sub("", "\n".join(text)).encode()).hexdigest()
 
 

@@ -26,7 +26,7 @@ from torch._dynamo import convert_frame, exc
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import CompileContext
 
-from inductor_grpo._compat import unbacked
+from inductor_grpo._compat import known_floats, unbacked
 from inductor_grpo._compat.frames import STATE, Frame
 
 log = logging.getLogger("inductor_grpo")
@@ -71,7 +71,7 @@ class Marks:
     ``kind`` "unbacked": their values decide nothing, 0 and 1 are values like others; "backed": they have guards.
     Floats are always backed.  ``constants`` are symbols of floats that the trace makes numbers again, ``forgotten`` the
     sources of floats that are as if they had never been marked.  ``codes`` are the functions whose floats they are
-    (:attr:`Frame.codes`).
+    (:attr:`Frame.codes`); ``unseen`` are floats of a function that Dynamo has not traced yet.
     """
 
     kind: str = "unbacked"
@@ -80,7 +80,8 @@ class Marks:
     floats: frozenset[str] = frozenset()
     constants: frozenset[str] = frozenset()
     forgotten: frozenset[str] = frozenset()
-    codes: frozenset[tuple[str, int, str]] = frozenset()
+    codes: frozenset[known_floats.Code] = frozenset()
+    unseen: known_floats.Unseen = ()
 
 
 Fallback = Callable[[str], "Step | None"]
@@ -109,15 +110,25 @@ class _Attempts:
         self.reached = False
 
 
+def begin(context: CompileContext, step: Step) -> Callable[..., Any]:
+    """What takes the place of ``trace_frame`` in a compilation whose first trace has marks already."""
+    _attempts(context, step)
+    return convert_frame.trace_frame
+
+
 def restart(frame: Frame, step: Step) -> None:
     """Has Dynamo trace the frame again.  Never returns: raises what Dynamo waits for."""
-    attempts = getattr(frame.context, STATE, None)
+    _attempts(frame.context, step).step = step
+    raise _retrace(step)
+
+
+def _attempts(context: CompileContext, step: Step) -> _Attempts:
+    attempts: _Attempts | None = getattr(context, STATE, None)
     if attempts is None:
         attempts = _Attempts(step)
-        setattr(frame.context, STATE, attempts)
-        _install(frame.context, attempts)
-    attempts.step = step
-    raise _retrace(step)
+        setattr(context, STATE, attempts)
+        _install(context, attempts)
+    return attempts
 
 
 def release(frame: Frame) -> None:
@@ -126,6 +137,7 @@ def release(frame: Frame) -> None:
     if attempts is not None:
         attempts.reached = True
         attempts.undo.close()
+        unbacked.use_fake_cache(frame.output.fake_mode)
 
 
 def leads_to_another_trace(error: Exception) -> bool:
@@ -135,7 +147,7 @@ def leads_to_another_trace(error: Exception) -> bool:
 
 
 def _retrace(step: Step) -> Retrace:
-    return Retrace(restart_reason=f"inductor_grpo: {step.state}")
+    return Retrace(restart_reason=f"inductor_grpo: {step.state or 'as if nothing were known'}")
 
 
 def _install(context: CompileContext, attempts: _Attempts) -> None:
@@ -197,6 +209,8 @@ def _apply(marks: Marks, undo: contextlib.ExitStack) -> None:
             setattr(tensor, attribute, set(dims))
             undo.callback(delattr, tensor, attribute)
 
+    if marks.tensors or marks.ints:
+        undo.enter_context(unbacked.without_fake_cache())
     attribute, setting = _TENSOR_MARKS[marks.kind], _INT_MARKS[marks.kind]
     for _, tensor, dims in marks.tensors:
         mark(tensor, attribute, dims)
@@ -210,20 +224,11 @@ def _apply(marks: Marks, undo: contextlib.ExitStack) -> None:
     for symbol in marks.constants:
         TensorifyState.specialize(symbol)
     if marks.floats or marks.forgotten:
-        _remember(marks)
+        known_floats.remember(marks.codes, marks.floats, marks.forgotten)
+    if marks.unseen:
+        known_floats.remember_unseen(marks.unseen)
 
 
 def _pattern(name: str) -> str:
     """A regular expression for a source's name that holds none of what separates the names in the setting."""
     return "^" + re.sub(r"\\?[ ,:]", ".", re.escape(name)) + "$"
-
-
-def _remember(marks: Marks) -> None:
-    """Brings Dynamo's memory of earlier calls to where a change of the floats would, or to before it."""
-    from torch._dynamo.pgo import auto_dynamic, auto_unset, get_code_state
-
-    for code_id, state in get_code_state().items():
-        if (code_id.filename, code_id.firstlineno, code_id.name) in marks.codes:
-            for names, value in ((marks.floats, auto_dynamic), (marks.forgotten, auto_unset)):
-                for name in names & set(state.automatic_dynamic):
-                    state.automatic_dynamic[name].scalar = value

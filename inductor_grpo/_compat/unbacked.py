@@ -1,4 +1,4 @@
-"""Decompositions that ask for the value of a size where none of their results depends on it."""
+"""What makes a trace with unbacked sizes possible or cheaper, and changes nothing in what it finds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import sympy.tensor.tensor  # noqa: F401  the first sum of two symbols imports it, which would be in the first call
 import torch
+import torch._dynamo.config
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 Decomposition = Callable[..., Any]
@@ -14,7 +16,8 @@ Decomposition = Callable[..., Any]
 
 @contextlib.contextmanager
 def without_value_checks() -> Iterator[None]:
-    """For the block, such decompositions do without for tensors with unbacked sizes; others see no difference."""
+    """For the block, decompositions that ask for the value of a size on which none of their results depends do without
+    for tensors with unbacked sizes; others see no difference."""
     undo = contextlib.ExitStack()
     with undo:
         for table in _tables():
@@ -24,6 +27,25 @@ def without_value_checks() -> Iterator[None]:
                     table[op] = make(original)
                     undo.callback(table.__setitem__, op, original)
         yield
+
+
+def without_fake_cache() -> contextlib.AbstractContextManager[Any]:
+    """Traces that begin in the block compute each fake tensor anew, until :func:`use_fake_cache`.
+
+    The cache of fake tensors makes each result a second time before it keeps it, and most operations of a loss occur
+    once in Dynamo's trace: with symbolic sizes that costs more than it ever saves.  Later traces repeat more.
+    """
+    if not hasattr(torch._dynamo.config, "fake_tensor_cache_enabled"):
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    return patch
+
+
+def use_fake_cache(fake_mode: Any) -> None:
+    """From here on that mode has its cache, unless Dynamo's settings are without."""
+    if hasattr(fake_mode, "cache_enabled"):
+        wanted = torch._dynamo.config.fake_tensor_cache_enabled
+        fake_mode.cache_enabled = wanted and not getattr(fake_mode, "export", False)
 
 
 def _tables() -> list[dict[Any, Decomposition]]:
