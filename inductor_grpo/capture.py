@@ -37,12 +37,12 @@ class Stage:
 @dataclasses.dataclass(frozen=True)
 class Body:
     """The body of a chunk program with the users' lines; ``patterns`` took part in it, ``values`` are what it gives,
-    ``gradients`` whether gradients are among them: it is a backward, or both passes in one."""
+    ``needs_logits`` whether it has to have the logits of its rows: it gives gradients, or keeps logits."""
 
     graph: fx.Graph
     values: tuple[fx.Node, ...]
     patterns: tuple[str, ...]
-    gradients: bool
+    needs_logits: bool
 
 
 @dataclasses.dataclass
@@ -195,7 +195,9 @@ def observe(stage: str, graph: fx.Graph) -> None:
     stages.append(Stage(stage, copy_of(graph)))
 
 
-def observe_body(graph: fx.Graph, values: Sequence[fx.Node], patterns: Sequence[str] | None, gradients: bool) -> None:
+def observe_body(
+    graph: fx.Graph, values: Sequence[fx.Node], patterns: Sequence[str] | None, needs_logits: bool
+) -> None:
     """The body of a chunk program was written."""
     current = _open.get() if _captures else None
     if current is not None:
@@ -203,7 +205,7 @@ def observe_body(graph: fx.Graph, values: Sequence[fx.Node], patterns: Sequence[
         env: dict[fx.Node, fx.Node] = {}
         copy.graph_copy(graph, env)
         kept = tuple(env[v] for v in values)
-        current.graph.bodies.append(Body(copy, kept, tuple(patterns or ()), gradients))
+        current.graph.bodies.append(Body(copy, kept, tuple(patterns or ()), needs_logits))
 
 
 def note(text: str) -> None:

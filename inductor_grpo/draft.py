@@ -42,6 +42,17 @@ class Output:
     """Conversions still to be applied to the value, after terms of the same sum have been added up."""
 
 
+@dataclasses.dataclass
+class Unless:
+    """A backward is not run where all tangents ``others`` are zero: its outputs, by place, are those of ``forward`` at
+    ``ready``, times ``factor``."""
+
+    forward: Draft
+    ready: dict[int, int]
+    factor: fx.Node
+    others: list[fx.Node]
+
+
 class Draft:
     """The program of one row space at one depth."""
 
@@ -62,6 +73,10 @@ class Draft:
         self.reuses: list[tuple[int, fx.Node]] = []
         self.takes_over = False
         """The memory of the reused logits too, which nobody reads after this program."""
+        self.key = ""
+        """Not empty: it makes gradients when they are of use, and says whether it did."""
+        self.unless: Unless | None = None
+        """What stands for its outputs most of the time."""
         self.graph = fx.Graph()
         self.n, self._logits, self._rows, self._whole, self._syms = (
             self.graph.placeholder(name) for name in ("n", "logits", "rows", "whole", "syms")
@@ -174,7 +189,8 @@ class Draft:
         reuses = tuple((place, self.whole_index(node)) for place, node in self.reuses)
         group, kept = self._number(self.group), self._number(self.kept_rows)
         keeps, takes_over = tuple(self.keeps), self.takes_over and bool(reuses)
-        return Program(tuple(self.projections), body, tuple(sinks), group, kept, keeps, reuses, takes_over)
+        projections = tuple(self.projections)
+        return Program(projections, body, tuple(sinks), group, kept, keeps, reuses, takes_over, key=self.key)
 
     def _sink(self, out: Output, value: int, accumulate: str) -> Sink:
         operand = None

@@ -32,8 +32,8 @@ def plan_kept(
     place of the projection there and in the taker."""
     takers: dict[int, list[tuple[Draft, int, int]]] = {}
     for draft in drafts:
-        found = shared_projections(draft, [d for d in drafts if not d.keeps])
-        if found is None:
+        found = shared_projections(draft, [d for d in drafts if not d.keeps and not d.key])
+        if found is None or draft.unless is not None:
             continue
         forward, places = found
         rows = all_rows(builder, draft, settings) if draft.depth < TANGENT_DEPTH else 0

@@ -93,9 +93,10 @@ def _is_zero(x: Any) -> bool:
     return target_of(x) is aten.scalar_tensor.default and x.args[0] == 0
 
 
-def nonlinear(nodes: Collection[fx.Node], depends: Collection[fx.Node], given: fx.Node) -> fx.Node | None:
-    """The first of ``nodes`` on the way from ``given`` that is not shown to be linear in it; None when all are."""
-    seen: set[fx.Node] = {given}
+def nonlinear(nodes: Collection[fx.Node], depends: Collection[fx.Node], given: Collection[fx.Node]) -> fx.Node | None:
+    """The first of ``nodes`` on the way from ``given`` that is not shown to be linear in them (together); None when all
+    are."""
+    seen: set[fx.Node] = set(given)
     work = list(nodes)
     while work:
         node = work.pop()

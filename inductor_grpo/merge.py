@@ -28,6 +28,7 @@ from .graph import (
     shape,
     target_of,
 )
+from .ops import unless
 from .order import in_order
 from .rowmap import RowMap, Step, partition
 from .rules.selection import select_step, slice_step
@@ -119,6 +120,8 @@ def _end_of_sum(node: fx.Node) -> tuple[object, ...]:
             or _is_scaled(user, node)
         ):
             way.append((user.target, str(user.args[1:])))
+        elif target_of(user) is unless and node in (user.args[0], user.args[3]):
+            way.append((user.target, str(user.args[1:3])))
         else:
             break
         node = user

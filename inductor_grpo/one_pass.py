@@ -9,6 +9,9 @@ by chunk: three matmuls instead of four.
 Where the twin reads what is computed from the values of all rows (sums over packed sequences, over ranks), it is a
 program of its own after the first.  That pays where the logits of all rows are one chunk: the first program keeps them,
 and the second writes their gradient over them (:mod:`inductor_grpo.keep`).
+
+Of several tangents the first number is taken to be the loss's.  The twin is the backward with all others zero, and the
+backward itself stays beside it (:mod:`inductor_grpo.observed`).
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from typing import cast
 import torch
 import torch.fx as fx
 
-from . import plan
+from . import observed, plan
 from ._compat import fxgraph
 from .components import Component
 from .config import Settings
-from .depth import after_tangent, is_tangent, node_depths
+from .depth import after_tangent, effects, is_tangent, node_depths
 from .graph import (
     GraphBuilder,
     Size,
@@ -35,6 +38,7 @@ from .graph import (
     numel,
     prims,
     same,
+    same_sizes,
     shape,
     target_of,
     value,
@@ -80,7 +84,7 @@ def one_pass(
     both = [*done, *late]
     factors = {t.tangent: _factor(builder, [other for other in both if other.tangent is t.tangent]) for t in both}
     for twin in both:
-        twin.put_in_place(builder, factors[twin.tangent], settings)
+        twin.put_in_place(builder, layouts, factors[twin.tangent], settings)
     if late:
         fxgraph.sort_topologically(builder.graph)
     for twin in late:
@@ -117,21 +121,36 @@ def _factor(builder: GraphBuilder, twins: list[_Twin]) -> fx.Node:
 
 
 class _Twin:
-    """A component's backward with its tangent taken as 1."""
+    """A component's backward with its tangent taken as 1, and all others as 0."""
 
-    def __init__(self, component: Component, tangent: fx.Node, of: dict[fx.Node, fx.Node], exits: list[fx.Node]):
+    def __init__(
+        self,
+        component: Component,
+        tangent: fx.Node,
+        others: list[fx.Node],
+        of: dict[fx.Node, fx.Node],
+        exits: list[fx.Node],
+        late: set[fx.Node],
+    ):
         self.component = component
         self.tangent = tangent
+        self.others = others
+        """The other tangents that its gradients depend on."""
         self.of = of
         """Nodes of the backward -> their twins."""
         self.exits = exits
+        self._late = late
 
     def wide(self, layouts: Layouts) -> list[fx.Node]:
         """The vocabulary-sized nodes that the component's programs compute."""
-        return [n for n in self.component.nodes if n not in self.of and layouts.is_wide(n)]
+        return [n for n in self.component.nodes if n not in self._late and layouts.is_wide(n)]
 
-    def put_in_place(self, builder: GraphBuilder, factor: fx.Node, settings: Settings) -> None:
+    def put_in_place(self, builder: GraphBuilder, layouts: Layouts, factor: fx.Node, settings: Settings) -> None:
         """What reads an exit reads its twin times the tangent, ``factor``."""
+        if self.others:
+            for exit in self.exits:
+                observed.stand_in(builder, layouts, exit, self.of[exit], factor, self.others)
+            return
         keeps_sums = plan.keeps_sums(self.component, settings)
         for exit in self.exits:
             scaled, dtype = self.of[exit], value(exit).dtype
@@ -155,32 +174,81 @@ def _twin(builder: GraphBuilder, layouts: Layouts, component: Component) -> _Twi
     def reads_region(node: fx.Node) -> bool:
         return any(a in component.nodes and layouts.is_wide(a) for a in inputs_through_tuples(node))
 
-    exits = [n for n in graph.nodes if depends.get(n) and not layouts.is_wide(n) and reads_region(n)]
+    # What only the region reads is computed in it.
+    outside = ancestors([builder.output, *effects(graph)], {n for n in graph.nodes if not layouts.is_wide(n)})
+    exits = [n for n in graph.nodes if depends.get(n) and n in outside and reads_region(n)]
     tangents = frozenset().union(*(depends[n] for n in exits))
-    if len(tangents) != 1 or not _is_number(tangent := next(iter(tangents))):
+    tangent = next((n for n in graph.nodes if n in tangents and _is_number(n)), None)
+    if tangent is None:
         return None
     if any(layouts.is_wide(n) and value(n).dtype == torch.float16 for n in component.nodes):
         return None  # a scaled loss keeps its gradients from underflowing, so the scale must be in them
-    late = {n for n, found in depends.items() if tangent in found}
-    if nonlinear(exits, late, tangent) is not None:
+    late = {n for n, found in depends.items() if found & tangents}
+    if nonlinear(exits, late, tangents) is not None:
         return None
-    one = builder.full(shape(tangent), 1, value(tangent).dtype, value(tangent).device)
-    of = {tangent: one}
-    needed, prefixes = ancestors(exits, late), Prefixes(builder, layouts)
-    for node in list(graph.nodes):
-        if node not in needed or node is tangent:
-            continue
-        args, kwargs = map_args(node, lambda n: of.get(n, n))
-        twin = prefixes.padded(node, cast(fx.Node, args[0])) if node.target is aten.constant_pad_nd.default else None
-        of[node] = twin = twin or builder.call(node.target, *args, **kwargs)
-        twin.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
-        if node in layouts:
-            layouts.set(twin, *layouts[node])
-        if node in layouts.conflicts:
-            layouts.conflict(twin, *layouts.conflicts[node])
-        if node in component.nodes:
+    copies = _Copies(builder, layouts, {n for n in late if tangent not in depends[n]})
+    before = ancestors(exits, late)
+    needed = [n for n in graph.nodes if n in before and n not in tangents]
+    if not all(map(copies.can_be, needed)):
+        return None
+    copies.of[tangent] = builder.full(shape(tangent), 1, value(tangent).dtype, value(tangent).device)
+    for node in [*needed, *exits]:
+        twin = copies.get(node)
+        if twin is not None and node in component.nodes:
             component.nodes.add(twin)
-    return _Twin(component, tangent, of, exits)
+    others = [n for n in graph.nodes if n in tangents and n is not tangent]
+    return _Twin(component, tangent, others, copies.of, exits, late)
+
+
+class _Copies:
+    """Copies of the nodes of a backward, ``of`` their originals; those in ``zero`` are zero."""
+
+    def __init__(self, builder: GraphBuilder, layouts: Layouts, zero: set[fx.Node]) -> None:
+        self.of: dict[fx.Node, fx.Node] = {}
+        self._builder, self._layouts, self._zero = builder, layouts, zero
+        self._prefixes = Prefixes(builder, layouts)
+
+    def can_be(self, node: fx.Node) -> bool:
+        """Whether a copy of a node needs no vocabulary-sized zeros."""
+        if node in self._zero or self._other_term(node) is not None:
+            return True
+        return not any(a in self._zero and self._layouts.is_wide(a) for a in node.all_input_nodes)
+
+    def get(self, node: fx.Node) -> fx.Node | None:
+        """The copy of a node whose inputs have theirs; None of vocabulary-sized zeros."""
+        if node in self.of:
+            return self.of[node]
+        if node in self._zero:
+            if not self._layouts.is_wide(node):
+                self.of[node] = self._builder.full(shape(node), 0, value(node).dtype, value(node).device)
+            return self.of.get(node)
+        term = self._other_term(node)
+        self.of[node] = twin = self._made(node) if term is None else self.of.get(term, term)
+        twin.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        if node in self._layouts:
+            self._layouts.set(twin, *self._layouts[node])
+        if node in self._layouts.conflicts:
+            self._layouts.conflict(twin, *self._layouts.conflicts[node])
+        return twin
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        args, kwargs = map_args(node, lambda n: self.of.get(n, n))
+        if node.target is aten.constant_pad_nd.default:
+            padded = self._prefixes.padded(node, cast(fx.Node, args[0]))
+            if padded is not None:
+                return padded
+        return self._builder.call(node.target, *args, **kwargs)
+
+    def _other_term(self, node: fx.Node) -> fx.Node | None:
+        """What a sum or a difference is without a term that is zero."""
+        if target_of(node) not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+            return None
+        first, second = node.args
+        term, other = (first, second) if second in self._zero else (second, first)
+        if other not in self._zero or term in self._zero or (term is second and node.target is aten.sub.Tensor):
+            return None
+        alike = is_tensor(term) and same_sizes(shape(term), shape(node)) and value(term).dtype == value(node).dtype
+        return cast(fx.Node, term) if alike else None
 
 
 def _is_number(tangent: fx.Node) -> bool:

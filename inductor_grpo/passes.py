@@ -27,7 +27,7 @@ from .stream import Refused, stream
 
 log = logging.getLogger("inductor_grpo")
 
-OPERATORS = (ops.rows, ops.tiles, segments)
+OPERATORS = (*ops.OPERATORS, segments)
 """What a rewrite calls; importing them registers them."""
 
 

@@ -58,7 +58,7 @@ def tiles(
     it has no matmul that sums products of half precision in fp32, so a tile would upcast both of its products.  Where a
     chunk may only have so few rows that its matmuls starve, tiles are the better choice everywhere else.
     """
-    if "tiles" in settings.disable or draft.group != 1 or draft.kept_rows != 0:
+    if "tiles" in settings.disable or draft.group != 1 or draft.kept_rows != 0 or draft.key or draft.unless:
         return None
     hidden = value(next(iter(draft.row_inputs)).node)
     on_cpu, starved = hidden.device.type == "cpu", rows_of_chunk(draft, settings) < FEW_ROWS
@@ -136,7 +136,7 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
 
     Before: each head's logits and, with a backward, their gradient.  After: the buffers of one chunk or tile.
     """
-    own = [d for d in drafts if d.origin in component.nodes]
+    own = [d for d in drafts if d.origin in component.nodes and d.unless is None]
     matmuls, after, late, gradients = 0, 0, False, False
     for draft in own:
         used = {c.place for exit in exits for c in exit.contributions if c.draft is draft}
@@ -150,6 +150,8 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
     schedule = "two-pass" if late else "one-pass" if gradients else "forward"
     if any(d.keeps for d in own):
         schedule += ", logits kept"
+    if any(d.key for d in own):
+        schedule += ", metrics observed"
     if any(d.patterns is not None for d in own):
         schedule += ", vocabulary tiles"
     return Rewrite("+".join(patterns) or "engine", schedule, component.location, before, min(after, before), matmuls)

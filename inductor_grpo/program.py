@@ -80,7 +80,8 @@ class Program:
     Runs of rows are whole groups of ``group`` rows.  The logits of the first ``kept_rows`` rows are returned for each
     projection in ``keeps``, after the results of the sinks; ``reuses`` are pairs of a projection and the tensor in
     ``whole`` where another program has kept them; one that ``takes_over`` may write over them.  ``group`` and
-    ``kept_rows`` are numbers, or ``"s3"`` for ``syms[3]``.  ``filter_eps``: see :mod:`inductor_grpo.filter`."""
+    ``kept_rows`` are numbers, or ``"s3"`` for ``syms[3]``.  ``filter_eps``: see :mod:`inductor_grpo.filter`.  With a
+    ``key`` the gradients are made when they are of use, see :mod:`inductor_grpo.by_use`."""
 
     projections: tuple[Projection, ...]
     body: str
@@ -91,11 +92,12 @@ class Program:
     reuses: tuple[tuple[int, int], ...] = ()
     takes_over: bool = False
     filter_eps: float = 0.0
+    key: str = ""
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
         data = dataclasses.asdict(self)
-        for key in ("takes_over", "filter_eps"):
+        for key in ("takes_over", "filter_eps", "key"):
             if not data[key]:
                 del data[key]
         return json.dumps(data, separators=(",", ":"), sort_keys=True)
@@ -115,6 +117,7 @@ class Program:
             reuses=tuple((place, whole) for place, whole in data["reuses"]),
             takes_over=data.get("takes_over", False),
             filter_eps=data.get("filter_eps", 0.0),
+            key=data.get("key", ""),
         )
 
 

@@ -20,13 +20,14 @@ from .depth import TANGENT_DEPTH, after_tangent, effects, live, node_depths
 from .draft import Draft, RowInput
 from .emit import Region
 from .exits import Contribution, Exit, Piece, make_exit
-from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, numel, shape, value
+from .graph import GraphBuilder, aten, inputs_through_tuples, map_args, nbytes, node_arg, numel, shape, value
 from .heads import find_heads
 from .late_rows import separate
 from .layout import Layouts
 from .loops import join_loops
 from .merge import merge
 from .normalise import pad_short_indices
+from .observed import choose_by_use, in_step
 from .one_pass import one_pass
 from .report import Location, Rejection, Report, op_name
 from .rowmap import RowMap
@@ -78,7 +79,9 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
         depths = node_depths(graph, layouts, floors)
     region = Region(builder, layouts, depths, kept)
     exits = find_exits(region, functools.partial(refusals.at, chosen))
+    in_step(graph, exits)
     drafts = merge(builder, list(region.drafts.values()), exits)
+    choose_by_use(graph, exits)
     calls = emit_calls(builder, drafts, exits, settings)
     rewrites = [plan.rewrite_of(component, drafts, exits, settings) for component in chosen]
     for component, rewrite in zip(chosen, rewrites):
@@ -304,11 +307,18 @@ def emit_calls(
             op, text, codegen = torch.ops.inductor_grpo.tiles.default, tile_program.to_text(), settings.codegen
         outputs = [draft.outputs[p] for p in used]
         gradients = draft.depth >= TANGENT_DEPTH or any(o.kind not in ("row", "total") for o in outputs)
-        observe_body(draft.graph, [o.value for o in outputs], draft.patterns, gradients)
+        observe_body(draft.graph, [o.value for o in outputs], draft.patterns, gradients or draft.kept_rows != 0)
         rows = [r.map.rows_of(builder, r.node) for r in draft.row_inputs]
         n = builder.dim(numel(draft.rows))
         whole, sizes = list(draft.whole_inputs), list(draft.sizes)
-        call = builder.call(op, rows, whole, n, sizes, text, settings.chunk_bytes or 0, codegen)
+        given = [rows, whole, n, sizes, text, settings.chunk_bytes or 0, codegen]
+        if (unless := draft.unless) is not None:
+            made = results[id(unless.forward)]
+            ready = [made[unless.ready[place]] for place in used]
+            flag = builder.getitem(node_arg(ready[0], 0), len(made))
+            given = [ready, flag, unless.factor, unless.others, unless.forward.key, *given]
+            op = torch.ops.inductor_grpo.rows_unless.default
+        call = builder.call(op, *given)
         results[id(draft)] = {place: builder.getitem(call, i) for i, place in enumerate(used)}
         for taker, place, own in takers.get(id(draft), ()):
             taker.reuses.append((own, builder.getitem(call, len(used) + draft.keeps.index(place))))

@@ -214,6 +214,8 @@ class Graphs:
     count: int = 0
     regions: int = 0
     matmuls: int = 0
+    spare_matmuls: int = 0
+    """Of backwards that only run where metrics are differentiated."""
     seam_calls: int = 0
     segment_sums: int = 0
     leftovers: list[str] = dataclasses.field(default_factory=list)
@@ -277,6 +279,9 @@ class Recorder(CustomGraphPass):
                 if target.namespace == NAMESPACE and "segments" in str(target):
                     facts.seam_calls += 1
                     facts.segment_sums += len(segment_program(node).sums)
+                    continue
+                if target.namespace == NAMESPACE and "rows_unless" in str(target):
+                    facts.spare_matmuls += program_matmuls(node)
                     continue
                 if target.namespace == NAMESPACE and program_text(node) is not None:
                     facts.regions += 1

@@ -339,7 +339,7 @@ def test_dump_of_logits_and_a_seam(call: Any, folder: pathlib.Path) -> None:
     run = ("losses:per_sequence", "--inputs", "inputs", "-o", "out", "--codegen", "eager", *SET)
     assert call("dump", *run)[0] == cli.OK
     streamed, rewritten = (folder / "out" / "graph-1" / f"{name}.txt" for name in ("02_streamed", "03_rewritten"))
-    assert "inductor_grpo.tiles" in streamed.read_text() and "inductor_grpo.segments" not in streamed.read_text()
+    assert "inductor_grpo.rows" in streamed.read_text() and "inductor_grpo.segments" not in streamed.read_text()
     assert "index_put" in streamed.read_text() and "index_put" not in rewritten.read_text()
     assert rewritten.read_text().count("= inductor_grpo.segments(") == 2
     programs = [path.read_text() for path in sorted((folder / "out" / "graph-1").glob("*_program-*.txt"))]

@@ -123,10 +123,9 @@ class Bench:
             self.done += len(taken)
             return
         training = LOSSES[loss].training
-        self._say(f"{loss} {shape} {dtype}: inputs and floor")
+        self._say(f"{loss} {shape} {dtype}: inputs")
         x = make_inputs(shape.n, shape.h, shape.v, getattr(torch, dtype), given.device, given.live, given.peaked)
-        base = measure.timed(measure.floor(x, training), given.device, given.repeats).ms
-        gc.collect()
+        floor = measure.floor(x, training)
         right: dict[str, Tensor] = {}
         if not given.no_error:
             self._say(f"{loss} {shape} {dtype}: the step in float64")
@@ -137,21 +136,29 @@ class Bench:
             cell = taken[way]
             if cell is None:
                 self._say(f"{loss} {shape} {dtype}: {way}")
-                cell = dataclasses.replace(blank, way=way, floor_ms=base, errors={})
-                self._measure(cell, loss, shape, x, right)
+                cell = dataclasses.replace(blank, way=way, errors={})
+                self._measure(cell, loss, shape, x, right, floor)
                 if given.output is not None:
                     with given.output.open("a", encoding="utf-8") as file:
                         file.write(cell.line())
             self.cells.append(cell)
             self.done += 1
 
-    def _measure(self, cell: Cell, loss: str, shape: Shape, x: Inputs, right: dict[str, Tensor]) -> None:
+    def _measure(
+        self,
+        cell: Cell,
+        loss: str,
+        shape: Shape,
+        x: Inputs,
+        right: dict[str, Tensor],
+        floor: Callable[[], object],
+    ) -> None:
         """Fills a cell in."""
         device, repeats = self.given.device, self.given.repeats
         try:
             function = bench_ways.make(cell.way, LOSSES[loss], shape)
             run = measure.step_of(function, x)
-            time_of = measure.timed(run, device, repeats)
+            time_of = measure.timed(run, floor, device, repeats)
             cell.peak_mib = measure.peak_mib(run, device)
             cell.extra_mib = cell.peak_mib - measure.gradients_mib(x)
             cell.errors = measure.errors(measure.results(function, x), right) if right else {}
@@ -162,7 +169,8 @@ class Bench:
             cell.status, cell.reason = "failed", f"{type(error).__name__}: {first[:200]}"
         else:
             cell.ms, cell.low, cell.high, cell.first_s = time_of.ms, time_of.low, time_of.high, time_of.first_s
-            cell.repeats, cell.ratio, cell.note = repeats, time_of.ms / cell.floor_ms, bench_ways.note(cell.way)
+            cell.repeats, cell.floor_ms, cell.note = repeats, time_of.floor_ms, bench_ways.note(cell.way)
+            cell.ratio = cell.ms / cell.floor_ms
         for name in measure.TRAINED:
             x[name].grad = None
         gc.collect()

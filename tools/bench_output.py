@@ -16,7 +16,8 @@ class Cell:
     """One way on one work.
 
     ``status`` is "ok", "skipped" (cannot do this work here) or "failed", with the ``reason``; without "ok" the numbers
-    are None.  Times are milliseconds: median, least, most; ``ratio`` is to the matmuls alone, ``floor_ms``.
+    are None.  Times are milliseconds: median, least, most; ``ratio`` is to the matmuls alone, ``floor_ms``, timed
+    in turn with this way.
     ``peak_mib`` is above the inputs, ``extra_mib`` above inputs and gradients.  ``errors``: of value and gradients
     against float64, relative.
     """
@@ -71,8 +72,9 @@ def table(cells: Sequence[Cell]) -> str:
     more = (f" live {first.live:g}" if first.live < 1 else "") + (f" peaked {first.peaked:g}" if first.peaked else "")
     work = f"{first.loss} {first.shape} {first.dtype} {first.device}{more}"
     lines = [
-        f"{work}: floor {first.floor_ms:.2f} ms, torch {first.torch}",
-        f"{'way':{WAY_WIDTH}s} {'ms':>9s} {'spread':>17s} {'x floor':>8s} {'extra MiB':>9s}  error: value, gradients",
+        f"{work}, torch {first.torch}",
+        f"{'way':{WAY_WIDTH}s} {'ms':>9s} {'spread':>17s} {'floor ms':>9s} {'x floor':>8s} {'extra MiB':>9s}"
+        "  error: value, gradients",
     ]
     return "\n".join([*lines, *map(_row, cells)]) + "\n"
 
@@ -80,7 +82,7 @@ def table(cells: Sequence[Cell]) -> str:
 def _row(cell: Cell) -> str:
     if cell.status != "ok":
         return f"{cell.way:{WAY_WIDTH}s} {cell.status}: {cell.reason}"
-    numbers = f"{cell.ms:9.2f} {f'{cell.low:.1f}-{cell.high:.1f}':>17s} {cell.ratio:8.2f}"
+    numbers = f"{cell.ms:9.2f} {f'{cell.low:.1f}-{cell.high:.1f}':>17s} {cell.floor_ms:9.2f} {cell.ratio:8.2f}"
     errors = " ".join(f"{error:.1e}" for error in cell.errors.values())
     note = f"  ({cell.note})" if cell.note else ""
     extra = cell.extra_mib or 0.0

@@ -45,8 +45,8 @@ class Near:
 def near_misses(graph: CompiledGraph) -> list[Near]:
     """The near misses of a compilation: of each program of row values that no pattern took part in, the closest one.
 
-    A program that gives gradients too has no use for a pattern: it has the logits of its rows anyway."""
-    found = [closest(body) for body in graph.bodies if not body.patterns and not body.gradients]
+    A program that gives gradients too, or keeps logits, has the logits of its rows anyway: no use for a pattern."""
+    found = [closest(body) for body in graph.bodies if not body.patterns and not body.needs_logits]
     return list(dict.fromkeys(n for n in found if n is not None))
 
 
