@@ -64,19 +64,20 @@ def live_parts(value: Tensor, eps: float) -> list[Part] | None:
     n, width = value.shape
     if not eps or not n or not width or codegen.capturing():
         return None
-    found = launch.find(value, eps) if launch.on_device(value.device) else None
+    most = int(MOST_LIVE * width)
+    found = launch.find(value, eps, most) if launch.on_device(value.device) else None
     if found is not None:
-        columns, sums = found
-        if columns.shape[0] > MOST_LIVE * width:
+        live, sums = found
+        if live.shape[0] > most:
             return None
-        return [Part(0, n, columns, Packed(columns, sums, BLOCK))]
+        return [Part(0, n, live, Packed(live, sums, BLOCK))]
     step = ROWS.get(value.device.type, ROWS["cuda"])
     starts = range(0, n, step)
-    live = torch.stack([live_columns(value[start : start + step], eps) for start in starts]).cpu()
+    kept = torch.stack([live_columns(value[start : start + step], eps) for start in starts]).cpu()
     parts = []
-    for start, flags in zip(starts, live):
-        columns = None
-        if flags.sum().item() <= MOST_LIVE * flags.numel():
+    for start, flags in zip(starts, kept):
+        columns: Tensor | None = None
+        if flags.sum().item() <= most:
             columns = flags.nonzero().squeeze(1).to(value.device)
         parts.append(Part(start, min(start + step, n), columns))
     return parts if any(part.columns is not None for part in parts) else None

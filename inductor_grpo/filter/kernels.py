@@ -9,43 +9,44 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["n"])
-def find(X, FLAGS, SUMS, eps, n, columns, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sets the byte in FLAGS ``[columns]`` of each column that a row of ``X`` ``[n, columns]`` keeps; SUMS ``[n]`` gets
-    the sums of the rows.  Takes any number of programs: few enough, and a row is still in the cache when it is read
-    again.
+@triton.jit(do_not_specialize=["n", "most"])
+def find(  # type: ignore[no-untyped-def]
+    X, FLAGS, SUMS, COUNT, eps, n, columns, stride, most, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sets the flag of each column that a row of ``X`` ``[n, columns]`` keeps; SUMS ``[n]`` gets the sums of the rows.
+    Does nothing where COUNT is above ``most``.  FLAGS has room for whole tiles of PARTS blocks, which are read at once.
 
-    All programs write the same bytes, and all that is written is 1: in which order does not matter.
+    Takes any number of programs: few enough, and a row is still in the cache when it is read again.  All of them write
+    the same, and all that is written is 1: in which order does not matter.
     """
-    lane = tl.arange(0, BLOCK)
-    for row in range(tl.program_id(0), n, tl.num_programs(0)):
+    tile = tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    rows = tl.where(tl.load(COUNT) > most, 0, n)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         start_of_row = X + (row + tl.zeros([], tl.int64)) * stride
         largest = tl.zeros([BLOCK], tl.int32)
         total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, columns, BLOCK):
-            at = start + lane
+        for start in range(0, columns, PARTS * BLOCK):
+            at = start + tile
             x = tl.load(start_of_row + at, mask=at < columns, other=0.0, eviction_policy="evict_last").to(tl.float32)
             # As integers magnitudes have the same order, with nan above infinity: a maximum of floats loses it.
-            largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-            total += x
+            largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+            total += tl.sum(x, 0)
         tl.store(SUMS + row, tl.sum(total, 0))
-        most = tl.max(largest, 0).to(tl.float32, bitcast=True)
-        if most != 0:  # true for a nan
-            least = most * eps
-            for start in range(0, columns, BLOCK):
-                at = start + lane
+        largest_of_row = tl.max(largest, 0).to(tl.float32, bitcast=True)
+        if largest_of_row != 0:  # true for a nan
+            least = largest_of_row * eps
+            for start in range(0, columns, PARTS * BLOCK):
+                at = start + tile
                 x = tl.load(start_of_row + at, mask=at < columns, other=0.0, eviction_policy="evict_first")
                 # Not smaller, rather than at least as large: true for a nan.
-                live = ((tl.abs(x.to(tl.float32)) < least) == 0) & (at < columns)
-                # Where most are live, nearly all have been seen: to look is cheaper than to write.
-                seen = tl.load(FLAGS + at, mask=live, other=1)
-                tl.store(FLAGS + at, tl.full([BLOCK], 1, tl.int8), mask=live & (seen == 0))
+                live = (tl.abs(x.to(tl.float32)) < least) == 0
+                tl.store(FLAGS + at, tl.full([PARTS, BLOCK], 1, tl.int16), mask=live)
 
 
 @triton.jit
 def compact(FLAGS, COLUMNS, COUNT, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """COLUMNS gets the places of what is not 0 in the bytes FLAGS ``[columns]``, COUNT their number; one program a
-    block, each of which counts for itself what is before its own."""
+    """COLUMNS gets the places of what is not 0 in FLAGS ``[columns]``, COUNT their number; one program a block, each of
+    which counts for itself what is before its own."""
     lane = tl.arange(0, BLOCK)
     first = tl.program_id(0) * BLOCK
     earlier = tl.zeros([BLOCK], tl.int32)
