@@ -43,6 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(launch, "SAMPLE", 4)
     monkeypatch.setattr(launch, "COMPACT", Tile(64, 1))
+    monkeypatch.setattr(launch, "PACK", Tile(32, 1))
     monkeypatch.setattr(launch, "MOVE", Tile(32, 1))
     monkeypatch.setattr(launch, "on_device", row_kernels.available)
     monkeypatch.setattr(launch, "KERNELS", launch.Kernels())
@@ -282,7 +283,8 @@ def test_kernels_compile_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) ->
     from inductor_grpo.filter import kernels
 
     monkeypatch.undo()
-    tile = {"find": launch.FIND, "compact": launch.COMPACT}.get(name, launch.MOVE)
+    tiles = {"find": launch.FIND, "compact": launch.COMPACT, "gather_rows": launch.MOVE, "scatter_rows": launch.MOVE}
+    tile = tiles.get(name, launch.PACK)
     function = getattr(kernels, name)
     types = {p.name: "i32" if p.name.islower() else POINTERS.get(p.name, "*bf16") for p in function.params}
     constants: dict[str, Any] = {"BLOCK": tile.block}

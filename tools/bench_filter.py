@@ -1,10 +1,10 @@
 """The gradient filter alone, on the gradient of log-probs in a vocabulary with the frequencies of a language: its
 steps, the whole of it, and the two dense products that it stands for.
 
-    python -m inductor_grpo.tools.bench_filter --shape 8192,4096,151936 --find 8192,32,4 4096,16,4 --move 2048,4 1024,4
+    python -m inductor_grpo.tools.bench_filter --shape 8192,4096,151936 --find 8192,32,4 4096,16,4 --pack 2048,4 512,16
 
-Tiles of ``find`` are columns, warps and blocks that are read at once; those that move columns are columns and warps.
-The first of each is used for all that comes after it.
+Tiles of ``find`` are columns, warps and blocks that are read at once; those of ``pack``, which moves columns, and of
+``move``, which moves rows, are columns and warps.  The first of each is used for all that comes after it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peaked", type=float, default=8.0)
     parser.add_argument("--eps", type=float, default=2.0**-12)
     parser.add_argument("--find", nargs="*", default=["8192,32,4"])
+    parser.add_argument("--pack", nargs="*", default=["2048,4"])
     parser.add_argument("--move", nargs="*", default=["2048,4"])
     parser.add_argument("--repeats", type=int, default=10)
     given = parser.parse_args(argv)
@@ -74,9 +75,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{columns.shape[0]} of {shape.v} columns are live")
     rows = launch.gather(weight, columns, columns.shape[0])
     width, sums = -(-columns.shape[0] // 64) * 64, torch.zeros(shape.n, device=device)
+    for text in reversed(given.pack):
+        launch.PACK = Tile(*map(int, text.split(",")))
+        show(f"pack apart {text}", lambda: launch.pack(value, columns, width, sums, False))
     for text in reversed(given.move):
         launch.MOVE = Tile(*map(int, text.split(",")))
-        show(f"pack apart {text}", lambda: launch.pack(value, columns, width, sums, False))
         show(f"gather rows {text}", lambda: launch.gather(weight, columns, width))
         show(f"scatter rows {text}", lambda: launch.scatter(rows, columns, of_weight))
     sum_of_weight: dict[int, Tensor] = {}

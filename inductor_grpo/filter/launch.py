@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     def of(self, columns: int) -> Tile:
         """The same for a row of so many columns."""
         block = min(self.block, max(16, 1 << max(0, columns - 1).bit_length()))
-        return Tile(block, max(1, min(self.warps, block // 128)))
+        return Tile(block, max(1, min(self.warps, block // 32)))
 
 
 # One program of 32 warps on each multiprocessor: on an H200 132 rows of 300 kB are in the cache then, and four loads of
@@ -36,7 +36,8 @@ FIND, FIND_PARTS = Tile(8192, 32), 4
 # One in so many rows is looked at before all are, where that makes as many rows.
 SAMPLE = 64
 COMPACT = Tile(4096, 8)
-MOVE = Tile(2048, 4)
+# Of the kernels that move columns, and of those that move rows.
+PACK, MOVE = Tile(2048, 4), Tile(2048, 4)
 
 
 class Kernels:
@@ -110,7 +111,7 @@ def pack(value: Tensor, columns: Tensor, width: int, sums: Tensor, owned: bool) 
     n, k = value.shape[0], columns.shape[0]
     packed = value[:, :width] if owned else value.new_empty(n, width)
     arguments = (value, packed, columns, sums, k, width, value.stride(0), packed.stride(0))
-    if not KERNELS.run("gather_columns", n, MOVE.of(width), value.device, *arguments, IS_SUMMED=True):
+    if not KERNELS.run("gather_columns", n, PACK.of(width), value.device, *arguments, IS_SUMMED=True):
         kept = value.index_select(1, columns)
         sums -= kept.sum(1, dtype=sums.dtype)
         packed[:, :k] = kept
@@ -124,7 +125,7 @@ def gather(x: Tensor, columns: Tensor, width: int) -> Tensor:
     if is_transposed(x):
         lying = x.new_empty(c, width)
         out, given = lying.t(), (x.t(), lying, columns, None, k, width, x.stride(1), width)
-        done = KERNELS.run("gather_columns", c, MOVE.of(width), device, *given, IS_SUMMED=False)
+        done = KERNELS.run("gather_columns", c, PACK.of(width), device, *given, IS_SUMMED=False)
     else:
         out = x.new_empty(width, c)
         done = x.stride(1) == 1 and KERNELS.run(
@@ -141,7 +142,7 @@ def scatter(rows: Tensor, columns: Tensor, x: Tensor) -> None:
     k, c = columns.shape[0], x.shape[1]
     if is_transposed(x):
         given = (rows.t(), x.t(), columns, k, rows.stride(1), x.stride(1))
-        done = KERNELS.run("scatter_columns", c, MOVE.of(k), x.device, *given)
+        done = KERNELS.run("scatter_columns", c, PACK.of(k), x.device, *given)
     else:
         given = (rows, x, columns, c, rows.stride(0), x.stride(0))
         done = x.stride(1) == 1 and KERNELS.run("scatter_rows", k, MOVE.of(c), x.device, *given)

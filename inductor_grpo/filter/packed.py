@@ -2,7 +2,7 @@
 
 The chunk is one part here.  A column that is kept costs its part, beside the products, a row of the weight to read and
 one of its gradient to add to: on an H200 with bf16 about as much as 1000 rows of the products.  The columns that are
-live for any of n rows grow slowly with n, as n**0.2 for the frequencies of a language (4% of 151936 for 1024 rows, 8%
+live for any of n rows grow slowly with n, as n**0.3 for the frequencies of a language (4% of 151936 for 1024 rows, 8%
 for 8192).  Parts of 1024 rows are then no faster than all rows together, and their sums of the weight's gradient would
 be rounded once a part where all rows are one chunk.
 """
