@@ -84,7 +84,7 @@ class DevicePacking:
         self._counts = torch.empty(4, dtype=torch.int32, device=device)
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
         self._known: list[int] = []
-        with _on(device):
+        with on(device):
             moves.plan[(1,)](
                 live,
                 self._order,
@@ -110,7 +110,7 @@ class DevicePacking:
         wide = _in_words(x)
         blocks = -(-wide.shape[1] // BLOCK)
         programs = min(PROGRAMS, x.shape[0] * blocks)
-        with _on(x.device):
+        with on(x.device):
             self._moves.pack[(programs,)](
                 wide, self._holes, self._fillers, self._counts, wide.shape[1], blocks, BLOCK=BLOCK, num_warps=WARPS
             )
@@ -150,7 +150,7 @@ class DevicePacking:
         _, kept, fillers, _ = self.counts
         if columns and (tasks := fillers + n - kept):
             block = min(BLOCK, 1 << (columns - 1).bit_length())
-            with _on(result.device):
+            with on(result.device):
                 self._moves.spread[(tasks,)](
                     result, self._live, self._holes, self._fillers, self._counts, columns, BLOCK=block, num_warps=4
                 )
@@ -161,7 +161,7 @@ def on_device(device: torch.device) -> bool:
     return device.type == "cuda" and launch.available(device)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

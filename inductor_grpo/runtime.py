@@ -287,12 +287,16 @@ class _Loop:
         unknown = [(i, s) for i, s in matmuls if live is None or not self._is_proven(s)]
         weights = [self.whole[s.input] for _, s in unknown if s.kind == "contract"]
         operands = [others[i] for i, _ in unknown if i in others]
-        # What a row kernel wrote is in memory of its own.
-        value, packing = self.live.pack(value, in_place or live is not None, weights, operands, live)
+        owned = in_place or live is not None  # what a row kernel wrote is in memory of its own
+        value, packing = self.live.pack(value, owned, weights, operands, live)
         if packing is not None:
             others = {i: packing.rows(other) for i, other in others.items()}
-        parts = filtering.live_parts(value, self.program.filter_eps)
-        for position, sink in sinks:
+        for position in (i for i, s in sinks if s.kind == "total"):
+            sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
+        parts = filtering.live_parts(value, self.program.filter_eps) if matmuls else None
+        if parts is not None:
+            filtering.pack(parts, value, owned)
+        for position, sink in matmuls:
             if sink.kind == "contract":
                 result = cast(Tensor, outputs[position])[start:stop]
                 target = result if packing is None else packing.room(result)
@@ -302,8 +306,6 @@ class _Loop:
                     filtering.contract(parts, value, self.whole[sink.input], target, self._weight_sums)
                 if packing is not None:
                     packing.spread(target, result)
-            elif sink.kind == "total":
-                sums[position].tensor.add_(value.sum(0, keepdim=True, dtype=sums[position].tensor.dtype))
             elif parts is not None:
                 filtering.outer(parts, sums[position], value, others[position], sink.kind == "outer_t")
             else:

@@ -1,6 +1,10 @@
 """The opt-in filter of gradients: columns of dlogits that are next to nothing take no part in dX and dW.
 
-With ``grpo.filter_eps`` = e a column of :data:`ROWS` rows is left out when each of its elements is smaller than e times
+    kernels     which columns are live, and moving them, in Triton
+    launch      launches them, with torch in their place where one does not compile
+    packed      the products of a chunk whose columns kernels have found
+
+With ``grpo.filter_eps`` = e a column of a part's rows is left out when each of its elements is smaller than e times
 the largest magnitude in that element's own row: ``|d[r, j]| < e * max_k |d[r, k]|``.
 
 **What that costs.**  Small elements are many, and of one sign, so what they add up to is not lost: in the gradient of a
@@ -16,6 +20,10 @@ columns are next to nothing in all rows of a part.  Those that are left are gath
 belong, a block at a time so that the copies stay small.  Single columns rather than wider tiles: of random columns a
 seventh may be live where nearly every run of sixteen has a live one.  Which they are is known on the device only, so
 each chunk waits for it once.
+
+A part is :data:`ROWS` rows, or all rows of the chunk where kernels find the columns (:mod:`.packed` says why).  Those
+take two readings of the gradient, the second of them for the most part from the cache, and a third for what is kept,
+which moves together where it lies.
 """
 
 from __future__ import annotations
@@ -26,12 +34,14 @@ import torch
 from torch import Tensor
 
 from inductor_grpo._compat import codegen
+from inductor_grpo.filter import launch
+from inductor_grpo.filter.packed import Packed
 
 if TYPE_CHECKING:
     from inductor_grpo.runtime import Sum
 
 ROWS = {"cpu": 256, "cuda": 1024}
-"""Rows of a part, by device."""
+"""Rows of a part that torch looks at, by device."""
 # Columns that are gathered at a time.
 BLOCK = 16384
 # Above this share of live columns the copies cost more than the matmuls save.
@@ -39,11 +49,14 @@ MOST_LIVE = 0.5
 
 
 class Part(NamedTuple):
-    """Rows ``start`` to ``stop`` of a gradient and their live columns, ascending; None: all columns."""
+    """Rows ``start`` to ``stop`` of a gradient and their live columns, ascending; None: all columns.
+
+    ``packed`` where kernels have found them, in all rows of the gradient."""
 
     start: int
     stop: int
     columns: Tensor | None
+    packed: Packed | None = None
 
 
 def live_parts(value: Tensor, eps: float) -> list[Part] | None:
@@ -51,13 +64,20 @@ def live_parts(value: Tensor, eps: float) -> list[Part] | None:
     n, width = value.shape
     if not eps or not n or not width or codegen.capturing():
         return None
+    most = int(MOST_LIVE * width)
+    found = launch.find(value, eps, most) if launch.on_device(value.device) else None
+    if found is not None:
+        live, sums = found
+        if live.shape[0] > most:
+            return None
+        return [Part(0, n, live, Packed(live, sums, BLOCK))]
     step = ROWS.get(value.device.type, ROWS["cuda"])
     starts = range(0, n, step)
-    live = torch.stack([live_columns(value[start : start + step], eps) for start in starts]).cpu()
+    kept = torch.stack([live_columns(value[start : start + step], eps) for start in starts]).cpu()
     parts = []
-    for start, flags in zip(starts, live):
-        columns = None
-        if flags.sum().item() <= MOST_LIVE * flags.numel():
+    for start, flags in zip(starts, kept):
+        columns: Tensor | None = None
+        if flags.sum().item() <= most:
             columns = flags.nonzero().squeeze(1).to(value.device)
         parts.append(Part(start, min(start + step, n), columns))
     return parts if any(part.columns is not None for part in parts) else None
@@ -76,6 +96,14 @@ def live_columns(value: Tensor, eps: float) -> Tensor:
     return torch.cat(found)
 
 
+def pack(parts: list[Part], value: Tensor, owned: bool) -> None:
+    """Moves the live columns together where kernels have found them; with ``owned`` in the memory of ``value``, which
+    is read by nothing but :func:`contract` and :func:`outer` then."""
+    for part in parts:
+        if part.packed is not None:
+            part.packed.pack(value, owned)
+
+
 def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor, sums: dict[int, Tensor]) -> None:
     """``out = value @ weight`` with the parts' columns, and one mean row of ``weight`` for all others.
 
@@ -83,13 +111,16 @@ def contract(parts: list[Part], value: Tensor, weight: Tensor, out: Tensor, sums
     from inductor_grpo.runtime import Sum, add_product
 
     kind = torch.promote_types(torch.float32, out.dtype)
-    for start, stop, columns in parts:
+    for start, stop, columns, packed in parts:
         rows, result = value[start:stop], out[start:stop]
         if columns is None:
             result.copy_(torch.mm(rows, weight))
             continue
         if id(weight) not in sums:
             sums[id(weight)] = weight.sum(0, dtype=kind)
+        if packed is not None:
+            packed.contract(rows, weight, result, sums[id(weight)])
+            continue
         total = Sum(torch.zeros(result.shape, dtype=kind, device=result.device), empty=False)
         others, left_out = sums[id(weight)].clone(), rows.sum(1, dtype=kind)
         for some in columns.split(BLOCK):
@@ -105,12 +136,15 @@ def outer(parts: list[Part], total: Sum, value: Tensor, other: Tensor, transpose
     """Adds ``value.T @ other`` (its transpose) to a running sum with the parts' columns alone."""
     from inductor_grpo.runtime import Sum, add_product
 
-    if total.empty:
-        total.tensor.zero_()
-        total.empty = False
     sum_of_columns = total.tensor.t() if transposed else total.tensor
-    for start, stop, columns in parts:
+    for start, stop, columns, packed in parts:
         rows, operand = value[start:stop], other[start:stop]
+        if packed is not None:
+            packed.outer(total, rows, operand, transposed)
+            continue
+        if total.empty:
+            total.tensor.zero_()
+            total.empty = False
         if columns is None:
             add_product(Sum(sum_of_columns, empty=False), rows.t(), operand)
             continue
