@@ -62,6 +62,7 @@ def with_bias(hidden, weight, labels, old, adv, mask, ids, count, bias):  # type
 LOSSES: dict[str, Callable[..., Any]] = {f.__name__: f for f in (packed, with_entropy, of_the_mean, whitened)}
 
 
+@pytest.mark.sample(2, only="dynamic")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)

@@ -27,6 +27,7 @@ def reference(id: str, dtype: str) -> tuple[harness.Run, harness.Run]:
     return harness.run(variant.function, args), harness.run(variant.function, args, wide=True)
 
 
+@pytest.mark.sample(3, only="dynamic")
 @pytest.mark.parametrize("how", ["static", "static-rows", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("id", VARIANTS)

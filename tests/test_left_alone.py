@@ -99,6 +99,7 @@ def test_odd_case(case: odd.Case, accepted: dict[str, list[str]]) -> None:
 DYNAMIC = [case for case in ODD if case.dynamic is False and "MIXES_ROWS" in str(known_lines().get(case.name))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", DYNAMIC[::4], ids=lambda case: case.name)
 def test_odd_case_of_symbolic_sizes(case: odd.Case) -> None:
     """The same line keeps it, whatever the code."""

@@ -76,6 +76,7 @@ def with_dead_rows(name: str, dtype: torch.dtype = torch.float32) -> Case:
 SKIPPING = {"gradient": True, "clipped": True, "masked": True, "ignored": True, "entropy": False, "two heads": False}
 
 
+@pytest.mark.sample(2)
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", SKIPPING)
@@ -259,6 +260,7 @@ def check(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.sample(2)
 @runs
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("apart", [False, True], ids=["same", "apart"])

@@ -155,6 +155,7 @@ NOT_JOINED_WHEN_DYNAMIC = ("flat_blocks_of_a_batch",)
 """The size of a block is a quotient of two sizes: in two passes, as a loop."""
 
 
+@pytest.mark.sample(3, only="dynamic")
 @pytest.mark.parametrize("dynamic", [False, None], ids=["static", "automatic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", LOOPS)

@@ -16,6 +16,7 @@ from tests import harness, models
 SHAPE = models.SHAPES[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", models.ZOO)
 def test_training(name: str) -> None:
     """One compilation serves two batch sizes and lengths; three matmuls of the head's size, as in eager."""
@@ -160,6 +161,7 @@ def train(loss_of: models.Step, network: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("loss_of", [with_its_own_loss, models.step])
 def test_same_training_as_eager(loss_of: models.Step, tied: bool) -> None:

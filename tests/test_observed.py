@@ -128,6 +128,7 @@ def the_metric(outputs: list[Tensor]) -> Tensor:
     return outputs[1].square().sum()
 
 
+@pytest.mark.sample(3, only="dynamic")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
@@ -138,6 +139,7 @@ def test_the_loss_alone(name: str, dtype: str, dynamic: bool, watches: dict[str,
     assert len(watches) == 1 and not any(w.differentiated for w in watches.values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", [both, the_metric])
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_are_differentiated(name: str, use: Use, watches: dict[str, Any]) -> None:

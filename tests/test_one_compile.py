@@ -105,6 +105,7 @@ def test_the_whole_grid_is_one_compilation() -> None:
     assert len(GRID) > 50 and graphs() == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", [(1, 1), (0, 0), (1, 2), (17, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("keywords", [{}, {"fullgraph": True}, {"dynamic": True}], ids=str)
 def test_any_call_may_be_the_first(first: tuple[int, int], keywords: dict[str, Any]) -> None:
@@ -197,6 +198,7 @@ def with_head(tokens: int, segments: int, divisor: float, batched: bool) -> list
 WITH_HEAD = [(64, 5), (17, 1), (1, 1), (2, 9), (HIDDEN, 3), (VOCABULARY, VOCABULARY), (1, HIDDEN), (300, 1000)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("batched", [False, True], ids=["[N,H]", "[B,T,H]"])
 @pytest.mark.parametrize("loss", [head_seam, head_logsumexp, head_cross_entropy])
 @pytest.mark.parametrize("first", [0, 2, 4, 5])
@@ -260,6 +262,7 @@ def of_logits(batch: int, time: int, temperature: float) -> list[Any]:
     return [logits, torch.randint(VOCABULARY, (batch, time), generator=generator), temperature]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("keywords", [{}, {"fullgraph": True}, {"dynamic": True}], ids=str)
 @pytest.mark.parametrize("loss", [by_log_softmax, by_logsumexp, by_cross_entropy, by_hand])
 @pytest.mark.parametrize("first", [0, 4])
@@ -337,6 +340,7 @@ def in_a_loop(logp: Tensor, mask: Tensor, advantages: Tensor, old: Tensor, ids: 
     return sum((sums[i].exp() for i in range(count)), logp.new_zeros(())), sums
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("loss", [with_branch, in_a_loop])
 def test_python_that_needs_the_count_compiles_as_in_stock(loss: Callable[..., Any], fullgraph: bool) -> None:

@@ -105,6 +105,7 @@ def in_two_passes(function: Callable[..., Any], args: Any, **more: Any) -> harne
     return facts
 
 
+@pytest.mark.sample(3, only="dynamic")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("padded", [False, True], ids=["rows", "sequences"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -220,6 +221,7 @@ def test_a_written_loop_over_chunks_is_one_region() -> None:
 SEQUENCES = ["GSPO01", "GSPO02", "GSPO04", "GSPO07", "GSPO11", "GSPO24", "LUSPO01", "VESPO01"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("id", SEQUENCES)
@@ -271,6 +273,7 @@ def test_sequences_of_another_batch_reuse_the_compiled_function() -> None:
         assert not found, found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*LOSSES, "sequence_ratio"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recompiled_for_any_size(name: str, dtype: str) -> None:
@@ -596,6 +599,7 @@ def tokens(hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Ten
     return clipped(torch.exp(log_probs(hidden, weight, labels) - old), adv) * mask
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 8, 20, 21, 1000])

@@ -140,6 +140,7 @@ def both(t, n, dtype, chunk_bytes, mode, biased=False, **kw):
     return (lp, lse, *grads)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -351,6 +352,7 @@ def test_fake_keeps_sizes_symbolic_and_adds_no_guard():
         assert len(env.guards) == before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "context",
     [

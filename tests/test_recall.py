@@ -76,6 +76,7 @@ def test_the_next_process_begins_with_the_second_trace(folder: Path, traces: lis
     assert traces == ["seam"] and graphs() - before == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", [(1, 1), (0, 0), (1, 2), (0, 3), (64, 64)], ids=str)
 @pytest.mark.parametrize("keywords", [{}, {"fullgraph": True}], ids=str)
 def test_any_call_may_be_the_first(first: tuple[int, int], keywords: dict[str, Any], traces: list[str]) -> None:
@@ -335,6 +336,7 @@ def edit(folder: Path, **changes: Any) -> None:
     entry.write_text(json.dumps({**json.loads(entry.read_text()), **changes}))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "{}", '{"inputs": 3}', "\x00", '{"codes": [], "floats": {}, "inputs": [[]]}']
 )

@@ -104,6 +104,7 @@ def check(
     return facts
 
 
+@pytest.mark.sample(2)
 @in_modes("sums-dynamic", "fused-automatic")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("id", CORPUS)
@@ -116,6 +117,7 @@ def test_corpus(id: str, dtype: torch.dtype, mode: Mode) -> None:
     assert facts.regions >= 1, "the head is streamed as well"
 
 
+@pytest.mark.sample(2)
 @in_modes("sums-static", "fused-automatic")
 @pytest.mark.parametrize("id", FAULTS)
 def test_fault(id: str, mode: Mode) -> None:
@@ -134,6 +136,7 @@ def test_every_case_with_a_sum_is_in_the_tables() -> None:
     assert packed <= listed, packed - listed
 
 
+@pytest.mark.sample(3, only="dynamic")
 @in_modes("sums-static", "sums-dynamic", "fused-static", "fused-automatic")
 @pytest.mark.parametrize("name", seams.SPELLINGS)
 def test_spelling(name: str, mode: Mode) -> None:

@@ -123,6 +123,7 @@ def run_rank(rank: int, world: int, port: int, kind: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not dist.is_available() or sys.platform != "linux", reason="needs gloo")
 @pytest.mark.parametrize(("world", "kind"), [(2, "one_group"), (4, "one_group"), (4, "two_groups"), (2, "in_place")])
 def test_all_reduce_in_the_middle(world: int, kind: str) -> None:
