@@ -26,7 +26,6 @@ from torch import Tensor
 
 from inductor_grpo import runtime
 from inductor_grpo._compat import codegen
-from inductor_grpo.body import MATMUL_KINDS
 from inductor_grpo.host import Arrival
 from inductor_grpo.program import Program, Sink
 
@@ -130,7 +129,7 @@ class _Step:
     def of(text: str) -> _Step:
         """The step of a program's text."""
         program = Program.from_text(text)
-        values = tuple(i for i, sink in enumerate(program.sinks) if sink.kind not in MATMUL_KINDS)
-        plain = dataclasses.replace(program, key="")
+        values = tuple(i for i in range(len(program.sinks)) if i not in program.spare)
+        plain = dataclasses.replace(program, key="", spare=())
         lean = dataclasses.replace(plain, sinks=tuple(program.sinks[i] for i in values))
         return _Step(program, values, plain.to_text(), lean.to_text())

@@ -74,7 +74,8 @@ class Draft:
         self.takes_over = False
         """The memory of the reused logits too, which nobody reads after this program."""
         self.key = ""
-        """Not empty: it makes gradients when they are of use, and says whether it did."""
+        """Not empty: it makes the outputs ``spare`` when they are of use, and says whether it did."""
+        self.spare: set[int] = set()
         self.unless: Unless | None = None
         """What stands for its outputs most of the time."""
         self.graph = fx.Graph()
@@ -190,7 +191,11 @@ class Draft:
         group, kept = self._number(self.group), self._number(self.kept_rows)
         keeps, takes_over = tuple(self.keeps), self.takes_over and bool(reuses)
         projections = tuple(self.projections)
-        return Program(projections, body, tuple(sinks), group, kept, keeps, reuses, takes_over, key=self.key)
+        outputs = range(len(self.outputs)) if places is None else places
+        spare = tuple(i for i, place in enumerate(outputs) if place in self.spare)
+        return Program(
+            projections, body, tuple(sinks), group, kept, keeps, reuses, takes_over, key=self.key, spare=spare
+        )
 
     def _sink(self, out: Output, value: int, accumulate: str) -> Sink:
         operand = None

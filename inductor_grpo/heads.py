@@ -112,6 +112,9 @@ def _as_head(node: fx.Node, first: int, after_tangent: set[fx.Node]) -> Head | N
         if (hint(rows) in sizes) != (hint(columns) in sizes):
             left = hint(rows) in sizes
         right = not left
+    elif left:  # a layer of the network has fewer columns than inner, too; its tokens are no vocabulary
+        sizes = _sizes_run_over(node, after_tangent)
+        left = hint(columns) > 1 and hint(rows) in sizes and hint(columns) not in sizes
     if right:
         return Head(node, a, b, bias, 1)
     return Head(node, b, a, None, 0) if left else None

@@ -32,8 +32,9 @@ def plan_kept(
     place of the projection there and in the taker."""
     takers: dict[int, list[tuple[Draft, int, int]]] = {}
     for draft in drafts:
-        found = shared_projections(draft, [d for d in drafts if not d.keeps and not d.key])
-        if found is None or draft.unless is not None:
+        # Each program keeps for one other, and none keeps what it was handed itself.
+        found = shared_projections(draft, [d for d in drafts if d.kept_rows == 0 and not d.key])
+        if found is None or draft.unless is not None or draft.kept_rows != 0:
             continue
         forward, places = found
         rows = all_rows(builder, draft, settings) if draft.depth < TANGENT_DEPTH else 0

@@ -58,6 +58,7 @@ def choose_by_use(graph: fx.Graph, exits: list[Exit]) -> None:
         used = {c.place for exit in exits for c in exit.contributions if c.draft is backward}
         if used == set(ready) and len(places) == len(ready) and all(ours.draft is forward for _, ours, _ in found):
             forward.key = hashlib.sha256(forward.program("float32").to_text().encode()).hexdigest()[:16]
+            forward.spare |= set(ready.values())
             backward.unless = Unless(forward, ready, cast(fx.Node, choice.args[1]), cast(Any, choice.args[2]))
             made |= {cast(fx.Node, choice.args[0]) for choice, _, _ in found}
     in_vain = {choice.args[0] for choice in choices} - made

@@ -136,7 +136,8 @@ def rewrite_of(component: Component, drafts: list[Draft], exits: list[Exit], set
 
     Before: each head's logits and, with a backward, their gradient.  After: the buffers of one chunk or tile.
     """
-    own = [d for d in drafts if d.origin in component.nodes and d.unless is None]
+    running = {id(c.draft) for exit in exits for c in exit.contributions if c.draft.unless is None}
+    own = [d for d in drafts if d.origin in component.nodes and id(d) in running]
     matmuls, after, late, gradients = 0, 0, False, False
     for draft in own:
         used = {c.place for exit in exits for c in exit.contributions if c.draft is draft}

@@ -81,7 +81,8 @@ class Program:
     projection in ``keeps``, after the results of the sinks; ``reuses`` are pairs of a projection and the tensor in
     ``whole`` where another program has kept them; one that ``takes_over`` may write over them.  ``group`` and
     ``kept_rows`` are numbers, or ``"s3"`` for ``syms[3]``.  ``filter_eps``: see :mod:`inductor_grpo.filter`.  With a
-    ``key`` the gradients are made when they are of use, see :mod:`inductor_grpo.by_use`."""
+    ``key`` the results of the sinks in ``spare``, gradients, are made when they are of use, see
+    :mod:`inductor_grpo.by_use`."""
 
     projections: tuple[Projection, ...]
     body: str
@@ -93,11 +94,12 @@ class Program:
     takes_over: bool = False
     filter_eps: float = 0.0
     key: str = ""
+    spare: tuple[int, ...] = ()
 
     def to_text(self) -> str:
         """The program as JSON; equal programs give equal text."""
         data = dataclasses.asdict(self)
-        for key in ("takes_over", "filter_eps", "key"):
+        for key in ("takes_over", "filter_eps", "key", "spare"):
             if not data[key]:
                 del data[key]
         return json.dumps(data, separators=(",", ":"), sort_keys=True)
@@ -118,6 +120,7 @@ class Program:
             takes_over=data.get("takes_over", False),
             filter_eps=data.get("filter_eps", 0.0),
             key=data.get("key", ""),
+            spare=tuple(data.get("spare", ())),
         )
 
 

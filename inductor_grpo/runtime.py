@@ -402,9 +402,10 @@ class _Loop:
         return bodies.get(key, make)
 
     def _plan(self, widths: dict[int, int]) -> bodies.Plan:
-        """Chooses which operand takes which logits buffer: same width, and the dtype its matmul reads."""
+        """Chooses which operand takes which logits buffer: same width, and the dtype its matmul reads; none takes
+        logits that are kept."""
         program = self.program
-        free = dict(enumerate(self.logits))
+        free = {place: logits for place, logits in enumerate(self.logits) if place not in program.keeps}
         in_place = []
         for value in widths:
             sink = next(s for s in program.sinks if s.value == value and s.kind in bodies.MATMUL_KINDS)

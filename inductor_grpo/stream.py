@@ -69,6 +69,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     builder = GraphBuilder(graph, backward)
     _free_sizes(builder, layouts)
     kept = {h.node: h for component in chosen for h in component.heads}
+    values = set(graph.nodes) - backward
     floors: dict[fx.Node, int] = {}
     if settings.schedule != "two-pass" and (floors := one_pass(builder, layouts, chosen, settings)):
         refusals.schedule = "two-pass"
@@ -82,7 +83,7 @@ def stream(graph: fx.Graph, settings: Settings, left_alone: frozenset[int]) -> R
     in_step(graph, exits)
     drafts = merge(builder, list(region.drafts.values()), exits)
     choose_by_use(graph, exits)
-    calls = emit_calls(builder, drafts, exits, settings)
+    calls = emit_calls(builder, drafts, exits, values, settings)
     rewrites = [plan.rewrite_of(component, drafts, exits, settings) for component in chosen]
     for component, rewrite in zip(chosen, rewrites):
         if (rejection := plan.reason_to_undo(component, rewrite, exits, settings)) is not None:
@@ -287,10 +288,16 @@ def drop_dead(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def _is_product(contribution: Contribution) -> bool:
+    return contribution.draft.outputs[contribution.place].operand is not None
+
+
 def emit_calls(
-    builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], settings: Settings
+    builder: GraphBuilder, drafts: list[Draft], exits: list[Exit], values: set[fx.Node], settings: Settings
 ) -> dict[int, dict[int, fx.Node]]:
-    """One op call a program; by draft (id) and place, the node of each output that an exit uses."""
+    """One op call a program; by draft (id) and place, the node of each output that an exit uses.
+
+    ``values``: what the user's forward computes, of which no product is filtered."""
     results: dict[int, dict[int, fx.Node]] = {}
     using = {id(d): sorted({c.place for e in exits for c in e.contributions if c.draft is d}) for d in drafts}
     drafts = sorted((d for d in drafts if using[id(d)]), key=lambda d: d.depth)
@@ -298,7 +305,8 @@ def emit_calls(
     for draft in drafts:
         used = using[id(draft)]
         program = draft.program(settings.accumulate, used)
-        if any(sink.operand is not None for sink in program.sinks):
+        products = {e.node for e in exits for c in e.contributions if c.draft is draft and _is_product(c)}
+        if products and not products & values:
             program = dataclasses.replace(program, filter_eps=settings.filter_eps)
         op, text, codegen = torch.ops.inductor_grpo.rows.default, program.to_text(), settings.codegen
         codegen += "+row_kernel" if row_kernel.wanted(settings.row_kernel, value(draft.origin).device.type) else ""
