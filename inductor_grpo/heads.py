@@ -106,15 +106,11 @@ def _as_head(node: fx.Node, first: int, after_tangent: set[fx.Node]) -> Head | N
         if len(shape(bias)) != 1:
             return None
     right, left = hint(columns) > hint(inner), hint(rows) > hint(inner) and first == 0
-    if right and left:  # more tokens than features, too
+    if left:  # or it has more tokens than features, as a layer of the network has too
         sizes = _sizes_run_over(node, after_tangent)
-        left = _is_parameter(a) and not _is_parameter(b)
-        if (hint(rows) in sizes) != (hint(columns) in sizes):
-            left = hint(rows) in sizes
-        right = not left
-    elif left:  # a layer of the network has fewer columns than inner, too; its tokens are no vocabulary
-        sizes = _sizes_run_over(node, after_tangent)
-        left = hint(columns) > 1 and hint(rows) in sizes and hint(columns) not in sizes
+        only = hint(columns) not in sizes or (right and _is_parameter(a) and not _is_parameter(b))
+        left = hint(columns) > 1 and hint(rows) in sizes and only
+        right = right and not left
     if right:
         return Head(node, a, b, bias, 1)
     return Head(node, b, a, None, 0) if left else None

@@ -157,3 +157,32 @@ def test_a_partitioner_that_recomputes_anything_gets_copies(setting: dict[str, A
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_generated_code(dynamic: bool) -> None:
     in_one_pass(packed, args_of(), rows=ALL, codegen="inductor", dynamic=dynamic, rewritten=False)
+
+
+def with_a_scale_of_all(hidden, weight, labels, old, adv, mask, ids, count):  # type: ignore[no-untyped-def]
+    """Three readings of the logits, with values of all rows between each."""
+    logits = F.linear(hidden, weight)
+    logp = (logits / logits.amax(-1).mean()).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.exp(-(logp * mask).mean())
+
+
+def with_an_expectation(hidden, weight, labels, old, adv, mask, ids, count):  # type: ignore[no-untyped-def]
+    """The program that keeps the logits has a product of its own."""
+    logp = F.linear(hidden, weight).log_softmax(-1)
+    mixed = logp.detach().exp() @ weight.detach().square()
+    picked = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.exp(-(picked * mixed.mean(-1)).mean())
+
+
+def a_row_at_a_time(hidden, weight, labels, old, adv, mask, ids, count):  # type: ignore[no-untyped-def]
+    """The same without values of all rows."""
+    logp = F.linear(hidden, weight).log_softmax(-1)
+    mixed = logp.detach().exp() @ weight.detach().square()
+    return -(logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * mixed.mean(-1)).mean()
+
+
+@pytest.mark.parametrize("rows", [ALL, 5])
+@pytest.mark.parametrize("keep_bytes", [0, 4 * V * 7, 2**20])
+@pytest.mark.parametrize("loss", [with_a_scale_of_all, with_an_expectation, a_row_at_a_time])
+def test_kept_logits_are_written_by_nobody_else(loss: Callable[..., Any], keep_bytes: int, rows: int) -> None:
+    harness.check(loss, args_of(), rows=rows, keep_bytes=keep_bytes, rewritten=False)

@@ -149,3 +149,19 @@ def test_the_setting() -> None:
             config.current().with_options({"grpo.filter_eps": wrong})
     assert config.current().with_options({"grpo.filter_eps": "0.001"}).filter_eps == 1e-3
     assert config.current().filter_eps == 0
+
+
+def test_products_of_the_forward_are_not_filtered() -> None:
+    """An expected embedding is what the loss computes, not a gradient."""
+
+    def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logp = F.linear(hidden, weight).log_softmax(-1)
+        share = logp.detach().exp()
+        return loss(hidden, weight), share @ weight.detach(), share.t() @ hidden.detach()
+
+    args = peaked()
+    harness.check(function, args, rows=20, filter_eps=0.0, rewritten=False)
+    for eps in (EPS, 0.5):
+        outputs = harness.compiled(function, 20 * V * 4, filter_eps=eps)(*args)
+        for ours, eager in zip(outputs, function(*args), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import inductor_grpo
 from inductor_grpo.report import Location
@@ -129,3 +130,40 @@ def test_most_of_them_leave_something() -> None:
             harness.run(harness.compiled(case.function, 64), args, backward=False)
         left += bool(facts.leftovers)
     assert left >= 5
+
+
+MANY, FEATURES, INNER = 80, 16, 24
+
+
+def with_a_value_head(hidden, weight, labels, other):  # type: ignore[no-untyped-def]
+    value = F.linear(hidden, other[:1]).squeeze(-1)
+    return (log_prob(hidden, weight, labels) * value.detach() + value.square()).mean()
+
+
+def with_a_square_layer(hidden, weight, labels, other):  # type: ignore[no-untyped-def]
+    return log_prob(hidden + F.silu(F.linear(hidden, other)), weight, labels).mean()
+
+
+def with_two_layers(hidden, weight, labels, other):  # type: ignore[no-untyped-def]
+    inner = F.silu(F.linear(hidden, other.repeat(2, 1)[:INNER]))
+    return log_prob(hidden + F.linear(inner, other.repeat(1, 2)[:, :INNER]), weight, labels).mean()
+
+
+def log_prob(hidden, weight, labels):  # type: ignore[no-untyped-def]
+    return F.linear(hidden, weight).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("vocabulary", [31, 127])
+@pytest.mark.parametrize("function", [with_a_value_head, with_a_square_layer, with_two_layers])
+def test_tokens_are_no_vocabulary(function: Any, vocabulary: int) -> None:
+    """More tokens than features, and than half of the vocabulary: the head is rewritten, a layer is not."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, other = (
+        torch.randn(n, FEATURES, generator=g).requires_grad_() for n in (MANY, vocabulary, FEATURES)
+    )
+    labels = torch.randint(0, vocabulary, (MANY,), generator=g)
+    facts = harness.check(function, [hidden, weight, labels, other])
+    assert facts.regions == 1 and facts.matmuls == 3
+    (rewrite,) = [r for report in facts.reports for r in report.rewrites]
+    assert "in log_prob" in str(rewrite.location)
+    assert not harness.codes(facts.reports)

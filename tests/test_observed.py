@@ -277,6 +277,22 @@ def test_through_inductor() -> None:
         assert facts.matmuls == 3
 
 
+def test_products_that_are_no_gradients_are_always_there() -> None:
+    """An expected embedding is a value of the forward, whatever the last backward was asked for."""
+
+    def function(hidden, weight, labels, old, adv, mask):  # type: ignore[no-untyped-def]
+        logp = F.linear(hidden, weight).log_softmax(-1)
+        picked = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return -(picked * adv).mean(), picked.square().sum(), logp.detach().exp() @ weight.detach()
+
+    args = flat()
+    call = harness.compiled(function, 8 * V * 4, dynamic=False)
+    for use in (0, 1, 0, 1, 1, 0):
+        outputs = call(*args)
+        torch.testing.assert_close(outputs[2], function(*args)[2])
+        outputs[use].backward()
+
+
 def test_kept_logits_are_for_two_passes() -> None:
     facts = steps("kl", the_loss, keep_bytes=2**20)
     assert facts.matmuls == 3

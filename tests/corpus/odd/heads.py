@@ -51,7 +51,7 @@ def attention_with_more_tokens_than_features(h, w, y, qkv):
     return F.cross_entropy((h + (masked(q @ k.t() / 2) @ v).repeat(1, 4)) @ w.t(), y)
 
 
-@case("streamed LAYOUT", head(30, 16, V, learned(12, 16), batch=2))
+@case("streamed", head(30, 16, V, learned(12, 16), batch=2))
 def attention_by_the_library(h, w, y, qkv):
     q, k, v = (h @ qkv.t())[:, None].chunk(3, -1)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
